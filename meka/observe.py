@@ -1,0 +1,301 @@
+"""What one minibatch says: value, gradient and its change, each with its noise.
+
+``losses(params, batch) -> (n,)`` is all that is known of the model. The examples
+are dealt into groups like cards, example i to group i mod k; each group's mean loss
+is differentiated, and the spread of the groups gives the variances (`meka.moments`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from meka import moments, tree
+from meka.checks import check_batch, check_groups, check_losses, check_params
+from meka.gaussian import Moments
+from meka.tree import Array, PyTree
+
+Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
+Loss: TypeAlias = Callable[[PyTree], tuple[Array, Array]]
+Transport: TypeAlias = Callable[[Loss, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
+
+# Up to here each group is differentiated on its own; more are batched by vmap.
+_UNROLLED_GROUPS = 4
+
+
+class Path(NamedTuple):
+    """The last displacement as these examples see it, per unit of its length.
+
+    ``slope`` is how fast the loss fell when the step began, -(g - Bδ)'δ/|δ|, and
+    ``curvature`` is δ'Bδ/δ'δ. All zero where nothing moved.
+    """
+
+    length: Array
+    slope: Moments
+    curvature: Moments
+
+
+class Observation(NamedTuple):
+    """One minibatch: means, and the variances of these means."""
+
+    value: Moments
+    gradient: Moments
+    change: Moments
+    path: Path
+    count: Array  # examples, without padding
+    groups: Array  # groups that hold at least one example
+    suspect: Array  # index of the first example whose loss is not finite, or -1
+
+
+def hessian_at_current(
+    loss: Loss, params: PyTree, previous: PyTree
+) -> tuple[Array, PyTree, PyTree]:
+    """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
+    displacement = tree.subtract(params, previous)
+    both = jax.value_and_grad(loss, has_aux=True)
+    ((_, values), gradient), (_, change) = jax.jvp(both, (params,), (displacement,))
+    return values, gradient, change
+
+
+def hessian_at_previous(
+    loss: Loss, params: PyTree, previous: PyTree
+) -> tuple[Array, PyTree, PyTree]:
+    """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. D)."""
+    displacement = tree.subtract(params, previous)
+    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    slope_of = jax.grad(lambda p: loss(p)[0])
+    _, change = jax.jvp(slope_of, (previous,), (displacement,))
+    return values, gradient, change
+
+
+def difference(
+    loss: Loss, params: PyTree, previous: PyTree
+) -> tuple[Array, PyTree, PyTree]:
+    """∇f(θ_t) - ∇f(θ_{t-1}) on the same examples: no Taylor error, no product."""
+    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    before = jax.grad(lambda p: loss(p)[0])(previous)
+    return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
+
+
+def per_example(loss: Callable[[PyTree, PyTree], Array]) -> Losses:
+    """Lift the loss of one example to the losses of a batch."""
+    return jax.vmap(loss, in_axes=(None, 0))
+
+
+def observe(
+    losses: Losses,
+    params: PyTree,
+    previous: PyTree,
+    batch: PyTree,
+    *,
+    groups: int = 2,
+    transport: Transport = hessian_at_current,
+    diagonal: bool = False,
+    mask: Array | None = None,
+    micro_batches: int = 1,
+) -> Observation:
+    """Measure value, gradient and change of the gradient since ``previous``.
+
+    Args:
+      losses: one loss per example, shape (n,); examples must not see each other.
+      params: where to measure.
+      previous: the parameters of the step before (equal to params at the start).
+      batch: pytree of arrays with the examples on the leading axis.
+      groups: how many groups the noise is estimated from, 2 <= groups <= n.
+      transport: how the change of the gradient is measured.
+      diagonal: keep one variance per coordinate instead of their average.
+      mask: true for real examples, false for padding, shape (n,).
+      micro_batches: differentiate this many parts of the batch one after another,
+        at a fraction of the memory; the result is the same up to rounding.
+    """
+    check_params(params)
+    count = check_batch(batch, mask)
+    check_losses(losses, params, batch, count)
+    check_groups(count, groups, micro_batches)
+    parts = max(groups, micro_batches)
+    batch, weights = _fill(batch, mask, -count % parts)
+    deal = partial(_deal, parts=parts)
+    batch, weights = jax.tree.map(deal, batch), deal(weights)
+
+    displacement = tree.subtract(tree.widen(params), tree.widen(previous))
+    length = jnp.sqrt(tree.square(displacement))
+    look = partial(_look, losses, transport, params, previous, displacement, length)
+    if micro_batches == 1:
+        summary, values = _all_groups(look, batch, weights, diagonal)
+    else:
+        summary, values = _micro_batches(
+            look, batch, weights, groups, micro_batches, diagonal
+        )
+    return _observation(summary, values, weights, length, count)
+
+
+class _Looks(NamedTuple):
+    """The summaries of everything that is seen group by group."""
+
+    gradient: moments.Summary
+    change: moments.Summary
+    slope: moments.Summary
+    curvature: moments.Summary
+
+
+class _Look(NamedTuple):
+    """One group's means."""
+
+    gradient: PyTree
+    change: PyTree
+    slope: Array
+    curvature: Array
+
+
+def _look(
+    losses, transport, params, previous, displacement, length, batch, weights
+) -> tuple[_Look, Array]:
+    """Differentiate the mean loss of one group, and look along the displacement."""
+    dtype = tree.scalar_dtype(params)
+    total = jnp.maximum(jnp.sum(weights), 1).astype(dtype)
+
+    def loss(p: PyTree) -> tuple[Array, Array]:
+        values = losses(p, batch).astype(dtype)
+        return jnp.sum(weights.astype(dtype) * values) / total, values
+
+    values, gradient, change = transport(loss, params, previous)
+    gradient, change = tree.widen(gradient), tree.widen(change)
+    unit = jnp.where(length > 0, length, 1)
+    along_change = tree.dot(change, displacement) / unit
+    along_gradient = tree.dot(gradient, displacement) / unit
+    return (
+        _Look(gradient, change, along_change - along_gradient, along_change / unit),
+        values,
+    )
+
+
+def _summarise(
+    summary: Callable[..., moments.Summary], look: _Look, weight: Array, diagonal: bool
+) -> _Looks:
+    return _Looks(
+        summary(look.gradient, weight, diagonal=diagonal),
+        summary(look.change, weight, diagonal=diagonal),
+        summary(look.slope, weight, diagonal=False),
+        summary(look.curvature, weight, diagonal=False),
+    )
+
+
+def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
+    return _Looks(
+        moments.merge(a.gradient, b.gradient, diagonal=diagonal),
+        moments.merge(a.change, b.change, diagonal=diagonal),
+        moments.merge(a.slope, b.slope, diagonal=False),
+        moments.merge(a.curvature, b.curvature, diagonal=False),
+    )
+
+
+def _all_groups(look, batch, weights, diagonal) -> tuple[_Looks, Array]:
+    """Every group of a batch dealt as (groups, n / groups, ...)."""
+    groups = weights.shape[0]
+    counts = jnp.sum(weights, axis=1)
+    if groups > _UNROLLED_GROUPS:
+        looks, values = jax.vmap(look)(batch, weights)
+        return _summarise(moments.stacked_groups, looks, counts, diagonal), values
+    summary, values = None, []
+    for j in range(groups):
+        own = jax.tree.map(lambda x, j=j: x[j], batch)
+        one, value = look(own, weights[j])
+        values.append(value)
+        found = _summarise(moments.one_group, one, counts[j], diagonal)
+        summary = found if summary is None else _merge(summary, found, diagonal)
+    assert summary is not None
+    return summary, jnp.stack(values)
+
+
+def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
+    """The same, one micro-batch at a time.
+
+    The cards are dealt into max(groups, micro_batches) parts, part j belonging to
+    group j mod groups and to micro-batch j mod micro_batches. So either a
+    micro-batch holds whole groups, or a group is made of whole micro-batches.
+    """
+    outer = min(groups, micro_batches)
+
+    def regroup(x: Array) -> Array:  # parts -> (outer, parts / outer, ...)
+        x = x.reshape(x.shape[0] // outer, outer, *x.shape[1:])
+        return jnp.swapaxes(x, 0, 1)
+
+    def whole_groups(batch, weights):
+        return _all_groups(look, batch, weights, diagonal)
+
+    def pieces_of_a_group(batch, weights):
+        """Average the pieces' means, by weight, into the group's mean."""
+
+        def piece(total, data):
+            own, weight = data
+            one, values = look(own, weight)
+            share = jnp.sum(weight)
+            grown = jax.tree.map(lambda t, x: t + share.astype(x.dtype) * x, total, one)
+            return grown, values
+
+        shapes, _ = jax.eval_shape(look, *_first((batch, weights)))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        total, values = jax.lax.scan(piece, zero, (batch, weights))
+        weight = jnp.sum(weights)
+        mean = tree.scale(1 / jnp.maximum(weight, 1), total)
+        return _summarise(moments.one_group, mean, weight, diagonal), values
+
+    inner = whole_groups if groups >= micro_batches else pieces_of_a_group
+    data = jax.tree.map(regroup, (batch, weights))
+
+    def body(summary, part):
+        found, values = inner(*part)
+        return _merge(summary, found, diagonal), values
+
+    shapes, _ = jax.eval_shape(inner, *_first(data))
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    summary, values = jax.lax.scan(body, nothing, data)
+    # Back to the order of the parts, as `regroup` found them.
+    values = jnp.swapaxes(values, 0, 1)
+    return summary, values.reshape(-1, values.shape[-1])
+
+
+def _first(stacked: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], stacked)
+
+
+def _observation(looks: _Looks, values, weights, length, count) -> Observation:
+    # Undo the dealing, so that an index means the caller's example.
+    values, weights = values.T.ravel()[:count], weights.T.ravel()[:count]
+    sane = jnp.isfinite(values) | (weights == 0)
+    value = moments.stacked_groups(values, weights, diagonal=False)
+    return Observation(
+        value=value.moments(),
+        gradient=looks.gradient.moments(),
+        change=looks.change.moments(),
+        path=Path(length, looks.slope.moments(), looks.curvature.moments()),
+        count=value.weight,
+        groups=looks.gradient.groups,
+        suspect=jnp.where(jnp.all(sane), -1, jnp.argmin(sane)).astype(jnp.int32),
+    )
+
+
+def _fill(batch: PyTree, mask: Array | None, padding: int) -> tuple[PyTree, Array]:
+    """Whole groups with weights: padding rows become copies of a real example.
+
+    So whatever the padding holds (NaN, labels out of range) cannot reach a
+    derivative, where a weight of zero would not stop it.
+    """
+    count = jax.tree.leaves(batch)[0].shape[0]
+    weights = jnp.ones(count, jnp.float32)
+    if mask is not None:
+        real = mask.astype(bool)
+        weights = real.astype(jnp.float32)
+        source = jnp.where(real, jnp.arange(count), jnp.argmax(real))
+        batch = jax.tree.map(lambda x: x[source], batch)
+    if padding:
+        batch = jax.tree.map(lambda x: jnp.concatenate([x, x[:padding]]), batch)
+        weights = jnp.concatenate([weights, jnp.zeros(padding, jnp.float32)])
+    return batch, weights
+
+
+def _deal(x: Array, parts: int) -> Array:
+    """(n, ...) to (parts, n / parts, ...), example i to part i mod parts."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)

@@ -1,0 +1,467 @@
+"""The algorithm: one `update` that reads like the paper's Algorithm 1."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meka import tree
+from meka.average import Average
+from meka.checks import check_params
+from meka.direction import Direction, adam_style, steepest
+from meka.gaussian import (
+    Gaussian,
+    Moments,
+    average_variance,
+    correct,
+    predict,
+    quadratic_form,
+)
+from meka.improvement import ImprovementModel, Rule, probability_of_improvement
+from meka.observe import Observation
+from meka.probe import Probe, Scene
+from meka.tree import Array, PyTree
+
+# Before any curvature is known, a step of this length, relative to the parameters,
+# is taken to measure it (only the lagged probe ever needs to).
+_MEASURING_STEP = 1e-4
+
+
+class Info(NamedTuple):
+    """One step in numbers for a person to read; all are scalars."""
+
+    step_size: Array
+    gain: Array  # of the gradient filter, averaged over coordinates
+    value: Array  # filtered loss u
+    value_variance: Array  # s
+    observed: Array  # loss of this minibatch, y
+    observed_variance: Array  # r, averaged over time
+    gradient_norm: Array  # |m|
+    gradient_variance: Array  # P, averaged over coordinates
+    gradient_noise: Array  # Sigma, averaged over coordinates and time
+    change_noise: Array  # Q, averaged over coordinates
+    model_error: Array  # lambda
+    innovation: Array  # (y - prediction)² over its expectation; near 1 is healthy
+    gradient_innovation: Array  # |g - prediction|² over its expectation
+    slope: Array  # as probed at this step
+    curvature: Array
+    model: ImprovementModel  # averaged, what the rule decided from
+    improvement_probability: Array
+    predicted_change: Array
+    direction_norm: Array
+    displacement_norm: Array  # of the step before, as it was applied
+    noise_scale: Array  # examples at which gradient noise equals gradient
+    suspect: Array  # example with a non-finite loss in the last rejected step, or -1
+    accepted: Array  # whether this step was taken
+    rejected: Array  # how many were not, so far
+
+
+class State(NamedTuple):
+    """What the next step needs: two parameter-sized buffers and scalars."""
+
+    count: Array
+    value: Gaussian
+    gradient: Gaussian
+    previous_params: PyTree
+    value_noise: Average
+    gradient_noise: Average
+    model: Average
+    direction_norm: Array
+    measuring_length: Array
+    info: Info
+
+
+def scale_by_meka(
+    rule: Rule = probability_of_improvement,
+    direction: Direction = steepest,
+    *,
+    value_decay: float = 0.999,
+    noise_decay: float = 0.999,
+    model_decay: float = 0.999,
+    diagonal: bool = False,
+    third_order: float | None = None,
+    prior_variance: float = float("inf"),
+) -> optax.GradientTransformationExtraArgs:
+    """The step in the sign of the gradient, as every optax ``scale_by_*``.
+
+    For use inside ``optax.chain``, followed by ``optax.scale(-1.0)``; put it first,
+    since it measures the gradient itself and ignores the updates it is given. The
+    displacement it models is the one that was really applied to the parameters.
+
+    Args:
+      rule: the step size from the improvement model.
+      direction: the direction from the belief about the gradient.
+      value_decay: decay of the average of r, the noise of the loss (β_r).
+      noise_decay: decay of the average of Σ, the noise of the gradient (β_Σ).
+      model_decay: decay of the average of the improvement model (β_α).
+      diagonal: one variance per coordinate instead of one for all.
+      third_order: None leaves the third-order term of App. C out; a number includes
+        it with this lower bound on λ/|δ|⁶ (0 for the inferred value alone).
+      prior_variance: P_0 and s_0. The default, infinity, makes the first gain
+        exactly one at every scale of the loss; the paper has 10⁴.
+    """
+    _check_options(value_decay, noise_decay, model_decay, third_order, prior_variance)
+
+    def init(params: PyTree) -> State:
+        return _init(params, diagonal, prior_variance)
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        observation: Observation | None = None,
+        probe: Callable[[Scene], Probe] | None = None,
+        **extra: object,
+    ) -> tuple[PyTree, State]:
+        del updates, extra
+        observation, probe, params = _require(observation, probe, params)
+        _check_structure(state, observation)
+        displacement = tree.subtract(
+            tree.widen(params), tree.widen(state.previous_params)
+        )
+
+        # Observe: noise is averaged over time (Alg. 1, lines 5-6).
+        value_noise = state.value_noise.add(observation.value.variance, value_decay)
+        gradient_noise = state.gradient_noise.add(
+            observation.gradient.variance, noise_decay
+        )
+        y = Moments(observation.value.mean, value_noise.mean)
+        g = Moments(observation.gradient.mean, gradient_noise.mean)
+        change = observation.change
+
+        # Filter: the value first, since it is moved by the old gradient.
+        path, known = observation.path, _finite(state.gradient.variance)
+        slope_variance = quadratic_form(known, displacement)
+        value, model_error, innovation = _filter_value(
+            state.value,
+            y,
+            rise=tree.dot(state.gradient.mean, displacement)
+            + path.curvature.mean * path.length**2 / 2,
+            spread=slope_variance + quadratic_form(change.variance, displacement) / 4,
+        )
+        predicted = predict(state.gradient, change)
+        gradient, gain = correct(predicted, g)
+
+        # Aim.
+        heading = direction(gradient)
+        heading_norm = jnp.sqrt(tree.square(heading))
+
+        # Probe.
+        scene = Scene(
+            heading,
+            gradient,
+            observation,
+            state.direction_norm,
+            _per_square(slope_variance, path.length),
+        )
+        seen = probe(scene)
+        sixth = _third_order(third_order, model_error, path.length, heading_norm)
+        average, model = _average_model(
+            state, seen, scene, value, sixth, heading_norm, model_decay
+        )
+
+        # Step.
+        step_size = rule(model).astype(heading_norm.dtype)
+        scalars = _scalars(g, gradient, change, predicted)
+        info = Info(
+            step_size=step_size,
+            gain=average_variance(gain, gradient.mean),
+            value=value.mean,
+            value_variance=value.variance,
+            observed=y.mean,
+            observed_variance=y.variance,
+            model_error=model_error,
+            innovation=innovation,
+            slope=seen.slope,
+            curvature=seen.curvature,
+            model=model,
+            improvement_probability=model.probability(step_size),
+            predicted_change=model.mean(step_size),
+            direction_norm=heading_norm,
+            displacement_norm=path.length,
+            noise_scale=_ratio(
+                observation.count
+                * scalars["gradient_noise"]
+                * tree.size(gradient.mean),
+                scalars["gradient_norm"] ** 2,
+            ),
+            suspect=jnp.full((), -1, jnp.int32),
+            accepted=jnp.ones((), bool),
+            rejected=state.info.rejected,
+            **scalars,
+        )
+        new = State(
+            count=state.count + 1,
+            value=value,
+            gradient=gradient,
+            previous_params=params,
+            value_noise=value_noise,
+            gradient_noise=gradient_noise,
+            model=average,
+            direction_norm=heading_norm,
+            measuring_length=state.measuring_length,
+            info=info,
+        )
+        accepted = _sound(info, observation, step_size * heading_norm)
+        return _accept(accepted, heading, step_size, new, state, observation, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def meka(
+    rule: Rule = probability_of_improvement, **options
+) -> optax.GradientTransformationExtraArgs:
+    """Steps along the filtered gradient, as long as they most probably help.
+
+    Use with `meka.make_step`. Options are those of `scale_by_meka`.
+    """
+    return optax.chain(scale_by_meka(rule, steepest, **options), optax.scale(-1.0))
+
+
+def adameka(
+    rule: Rule = probability_of_improvement, *, epsilon: float = 1e-8, **options
+) -> optax.GradientTransformationExtraArgs:
+    """As `meka`, with every coordinate divided by its root second moment (§2.3)."""
+    return optax.chain(
+        scale_by_meka(rule, adam_style(epsilon), **options), optax.scale(-1.0)
+    )
+
+
+def find_state(state: PyTree) -> State:
+    """The `State` of meka inside the state of any optax chain."""
+    leaves = jax.tree.leaves(state, is_leaf=_is_ours)
+    found = [x for x in leaves if isinstance(x, State)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one meka optimizer in the optimizer state, found {len(found)}: "
+            "chain exactly one of meka.meka, meka.adameka, meka.scale_by_meka"
+        )
+    return found[0]
+
+
+def replace_info(state: PyTree, info: Info) -> PyTree:
+    """The state of an optax chain with another `Info` in it."""
+
+    def swap(x: PyTree) -> PyTree:
+        return x._replace(info=info) if isinstance(x, State) else x
+
+    return jax.tree.map(swap, state, is_leaf=_is_ours)
+
+
+def _is_ours(x: object) -> bool:
+    return isinstance(x, State)
+
+
+def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
+    check_params(params)
+    dtype = tree.scalar_dtype(params)
+    zero = jnp.zeros((), dtype)
+    unknown = jnp.full((), prior_variance, dtype)
+    mean = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=tree.wide(x)), params)
+    noise, variance = zero, unknown
+    if diagonal:
+        noise = mean
+        variance = jax.tree.map(lambda x: jnp.full_like(x, prior_variance), mean)
+    empty = ImprovementModel(zero, zero, zero, zero, zero, zero, ())
+    previous = jax.tree.map(_copy, params)
+    length = _MEASURING_STEP * (1 + jnp.sqrt(tree.square(previous)))
+    count = jnp.zeros((), jnp.int32)
+    others = {
+        "model": empty._replace(step=count),
+        "suspect": jnp.full((), -1, jnp.int32),
+        "accepted": jnp.zeros((), bool),
+        "rejected": count,
+    }
+    info = Info(**{**dict.fromkeys(Info._fields, zero), **others})
+    return State(
+        count=count,
+        value=Gaussian(zero, unknown),
+        gradient=Gaussian(mean, variance),
+        previous_params=previous,
+        value_noise=Average.like(zero),
+        gradient_noise=Average.like(noise),
+        model=Average.like(empty),
+        direction_norm=zero,
+        measuring_length=length.astype(dtype),
+        info=info,
+    )
+
+
+def _copy(x: Array) -> Array:
+    # A buffer of its own, so that parameters and state can both be donated. A mere
+    # shape has no value to copy.
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, x.dtype)
+    return jnp.copy(x)
+
+
+def _filter_value(
+    belief: Gaussian, y: Moments, rise: Array, spread: Array
+) -> tuple[Gaussian, Array, Array]:
+    """The function value's filter, with the model error λ of App. B.1.
+
+    f_t | f_{t-1} ~ N(f_{t-1} + rise, λ + spread) with rise = m'δ + ½ δ'Bδ and
+    spread = δ'Pδ + ¼ δ'Qδ. The λ that makes y_t most likely is max(0, (y - u⁻)² - c),
+    where c is the variance of y without it.
+    """
+    expected = belief.variance + spread + y.variance
+    surprise = (y.mean - (belief.mean + rise)) ** 2
+    model_error = jnp.maximum(surprise - expected, 0)
+    moved = predict(belief, Moments(rise, spread + model_error))
+    value, _ = correct(moved, y)
+    return value, model_error, _ratio(surprise, expected)
+
+
+def _average_model(
+    state: State,
+    seen: Probe,
+    scene: Scene,
+    value: Gaussian,
+    third_order: Array,
+    heading_norm: Array,
+    decay: float,
+) -> tuple[Average, ImprovementModel]:
+    """Average the improvement model over time, and fill what was not seen.
+
+    Where nothing moved there is nothing lagged to see: the slope is then the
+    filter's along the new direction, and before any curvature is known the model is
+    a parabola with its minimum at the measuring length.
+    """
+    fresh = ImprovementModel(
+        seen.slope,
+        seen.curvature,
+        value.variance,
+        seen.slope_variance,
+        seen.curvature_variance,
+        third_order,
+        (),
+    )
+    average = state.model.add(fresh, decay, seen.seen)
+    model = average.mean
+    if seen.seen is not True:
+        slope = -tree.dot(scene.direction, scene.gradient.mean)
+        slope_variance = quadratic_form(scene.gradient.variance, scene.direction)
+        bend = slope * heading_norm / state.measuring_length
+        unseen = model._replace(
+            slope=slope,
+            slope_variance=slope_variance,
+            value_variance=value.variance,
+            curvature=jnp.where(average.empty, bend, model.curvature),
+        )
+        model = tree.select(jnp.asarray(seen.seen), model, unseen)
+    return average, model._replace(step=state.count)
+
+
+def _third_order(floor, model_error, length, heading_norm) -> Array:
+    """λ|d|⁶ with λ = model_error/|δ|⁶ (App. C); nothing is inferred from δ = 0."""
+    if floor is None:
+        return jnp.zeros_like(model_error)
+    largest = jnp.finfo(model_error.dtype).max
+    ratio = jnp.where(length > 0, heading_norm / jnp.where(length > 0, length, 1), 0)
+    inferred = jnp.where(model_error > 0, jnp.sqrt(model_error) * ratio**3, 0)
+    least = jnp.sqrt(jnp.asarray(floor, ratio.dtype)) * heading_norm**3
+    return jnp.minimum(jnp.maximum(inferred, least) ** 2, largest)
+
+
+def _scalars(
+    g: Moments, gradient: Gaussian, change: Moments, predicted: Gaussian
+) -> dict[str, Array]:
+    """The parts of `Info` that are reductions over the parameters."""
+    noise = average_variance(g.variance, gradient.mean)
+    prior = average_variance(predicted.variance, gradient.mean)
+    surprise = tree.square(tree.subtract(g.mean, predicted.mean)) / tree.size(g.mean)
+    return {
+        "gradient_norm": jnp.sqrt(tree.square(gradient.mean)),
+        "gradient_variance": average_variance(gradient.variance, gradient.mean),
+        "gradient_noise": noise,
+        "change_noise": average_variance(change.variance, gradient.mean),
+        "gradient_innovation": _ratio(surprise, prior + noise),
+    }
+
+
+def _sound(info: Info, observation: Observation, length: Array) -> Array:
+    """Whether every number that decided this step is finite.
+
+    Norms and traces of the new state are among them, so a single bad coordinate of
+    the gradient or its change shows up here without another pass over it.
+    """
+    parts = [x for x in jax.tree.leaves(info) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    parts.append(length)
+    finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(length.dtype) for x in parts])))
+    return finite & (observation.groups >= 2) & (info.step_size >= 0)
+
+
+def _accept(accepted, heading, step_size, new, old, observation, params):
+    """The step and the new state, or no step and the old state with one more count."""
+    rejected = old._replace(
+        info=old.info._replace(
+            suspect=observation.suspect,
+            accepted=jnp.zeros((), bool),
+            rejected=old.info.rejected + 1,
+        )
+    )
+    step = jnp.where(accepted, -step_size, 0)
+    updates = jax.tree.map(
+        lambda d, p: jnp.where(accepted, step.astype(d.dtype) * d, 0).astype(p.dtype),
+        heading,
+        params,
+    )
+    return updates, tree.select(accepted, new, rejected)
+
+
+def _finite(variance: PyTree) -> PyTree:
+    """Zero for the infinite prior, which no displacement has met yet."""
+    return jax.tree.map(lambda v: jnp.where(jnp.isinf(v), 0, v), variance)
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """a / b, zero where b is zero, finite where it would overflow."""
+    usable = (b > 0) & jnp.isfinite(b)
+    ratio = jnp.where(usable, a / jnp.where(usable, b, 1), 0)
+    return jnp.minimum(ratio, jnp.finfo(ratio.dtype).max)
+
+
+def _per_square(a: Array, length: Array) -> Array:
+    unit = jnp.where(length > 0, length, 1)
+    return jnp.where(length > 0, a / unit / unit, 0)
+
+
+def _require(observation, probe, params):
+    if observation is None or probe is None:
+        raise ValueError(
+            "meka needs to see the minibatch, not only its gradient: update() got no "
+            "`observation` and `probe`. Let meka.make_step do it:\n\n"
+            "    step = jax.jit(meka.make_step(losses, optimizer))\n"
+            "    params, state, info = step(params, state, batch)\n\n"
+            "or pass observation=meka.observe(losses, params, previous, batch) and "
+            "probe=lambda scene: meka.current(scene, meka.curve(losses, params, batch))"
+        )
+    if params is None:
+        raise ValueError("meka needs params: optimizer.update(grads, state, params, …)")
+    return observation, probe, params
+
+
+def _check_structure(state: State, observation: Observation) -> None:
+    if not tree.same_structure(state.gradient.variance, observation.gradient.variance):
+        raise ValueError(
+            "the optimizer and the observation disagree on variances: one is diagonal, "
+            "the other isotropic. Pass the same diagonal=… to both (make_step does)."
+        )
+
+
+def _check_options(value_decay, noise_decay, model_decay, third_order, prior) -> None:
+    decays = {
+        "value_decay": value_decay,
+        "noise_decay": noise_decay,
+        "model_decay": model_decay,
+    }
+    for name, decay in decays.items():
+        if isinstance(decay, (int, float)) and not 0 <= decay < 1:
+            raise ValueError(f"{name}={decay}: must be in [0, 1)")
+    if third_order is not None and not third_order >= 0:
+        raise ValueError(f"third_order={third_order}: must be None or >= 0")
+    if not prior > 0:
+        raise ValueError(f"prior_variance={prior}: must be positive")

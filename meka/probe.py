@@ -1,0 +1,132 @@
+"""Slope and curvature along a direction: the numbers a step size is chosen from.
+
+The paper needs d'Bd along the *new* direction d but computes only Bδ along the last
+step. Two ways out: `current` evaluates the new direction on this minibatch (one more
+pass); `lagged` reads the last direction on the fresh examples of this step, for
+nothing and without bias, since that direction did not see these examples.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from meka import moments, tree
+from meka.checks import check_batch, check_losses
+from meka.gaussian import Gaussian, Moments, quadratic_form
+from meka.observe import Losses, Observation
+from meka.tree import Array, PyTree
+
+Curve: TypeAlias = Callable[[PyTree], tuple[Moments, Moments]]
+
+
+class Scene(NamedTuple):
+    """What is known when a direction has been chosen and its length has not."""
+
+    direction: PyTree
+    gradient: Gaussian  # the belief after this minibatch
+    observation: Observation
+    last_norm: Array  # norm of the last direction, before its step size
+    last_variance: Array  # variance of the slope along the last step, per length²
+
+
+class Probe(NamedTuple):
+    """Slope -d'∇f, curvature d'Bd and their variances along a direction d."""
+
+    slope: Array
+    curvature: Array
+    slope_variance: Array
+    curvature_variance: Array
+    seen: Array | bool = True  # false: nothing moved, so there was nothing to see
+
+
+ProbeFunction: TypeAlias = Callable[[Scene, Curve], Probe]
+
+
+def current(scene: Scene, curve: Curve) -> Probe:
+    """Along the new direction, on this minibatch (the paper's Eq. 11).
+
+    The slope and its variance are the filter's, -d'm and d'Pd; the curvature and its
+    variance are measured example by example.
+    """
+    _, curvature = curve(scene.direction)
+    return Probe(
+        slope=-tree.dot(scene.direction, scene.gradient.mean),
+        curvature=curvature.mean,
+        slope_variance=quadratic_form(scene.gradient.variance, scene.direction),
+        curvature_variance=curvature.variance,
+    )
+
+
+def lagged(scene: Scene, curve: Curve) -> Probe:
+    """Along the last displacement, as the fresh examples of this step see it.
+
+    Both are rescaled to the last direction before its step size. The slope's
+    variance is the one the filter had when it chose that step.
+    """
+    del curve
+    path, norm = scene.observation.path, scene.last_norm
+    squared = norm * norm
+    return Probe(
+        slope=path.slope.mean * norm,
+        curvature=path.curvature.mean * squared,
+        slope_variance=scene.last_variance * squared,
+        curvature_variance=path.curvature.variance * squared * squared,
+        seen=(path.length > 0) & (norm > 0),
+    )
+
+
+def curve(
+    losses: Losses,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    mask: Array | None = None,
+    micro_batches: int = 1,
+) -> Curve:
+    """Slopes and curvatures of a batch along any direction, with exact variances.
+
+    The returned function maps a direction d to the moments of -d'∇f and d'Bd. Two
+    nested forward-mode derivatives of t ↦ losses(params + t d, batch) give every
+    example's, with no backward pass and no memory.
+    """
+    count = check_batch(batch, mask)
+    check_losses(losses, params, batch, count)
+
+    def along(direction: PyTree) -> tuple[Moments, Moments]:
+        tangent = tree.cast_like(direction, params)
+        slope, curvature = _per_example(losses, params, batch, tangent, micro_batches)
+        weights = jnp.ones(count) if mask is None else mask.astype(jnp.float32)
+        keep = weights > 0
+
+        def summarise(x: Array) -> Moments:
+            x = jnp.where(keep, x, 0).astype(tree.scalar_dtype(params))
+            return moments.stacked_groups(x, weights, diagonal=False).moments()
+
+        return summarise(-slope), summarise(curvature)
+
+    return along
+
+
+def _per_example(losses, params, batch, tangent, micro_batches) -> tuple[Array, Array]:
+    def both(part: PyTree) -> tuple[Array, Array]:
+        def value(p: PyTree) -> Array:
+            return losses(p, part)
+
+        def slope(p: PyTree) -> Array:
+            return jax.jvp(value, (p,), (tangent,))[1]
+
+        return jax.jvp(slope, (params,), (tangent,))
+
+    count = jax.tree.leaves(batch)[0].shape[0]
+    if micro_batches == 1 or count % micro_batches:
+        return both(batch)
+    # Interleaved parts keep a batch that is sharded over devices where it is.
+    rows = count // micro_batches
+    parts = jax.tree.map(
+        lambda x: jnp.swapaxes(x.reshape(rows, micro_batches, *x.shape[1:]), 0, 1),
+        batch,
+    )
+    slopes, curvatures = jax.lax.map(both, parts)
+    return slopes.T.ravel(), curvatures.T.ravel()

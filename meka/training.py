@@ -1,0 +1,88 @@
+"""`make_step`: the few lines most users write."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meka import tree
+from meka.observe import Losses, Transport, hessian_at_current, observe
+from meka.optimizer import Info, find_state, replace_info
+from meka.probe import ProbeFunction, current, curve
+from meka.tree import Array, PyTree
+
+StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
+
+
+def make_step(
+    losses: Losses,
+    optimizer: optax.GradientTransformationExtraArgs,
+    *,
+    groups: int = 2,
+    transport: Transport = hessian_at_current,
+    probe: ProbeFunction = current,
+    micro_batches: int = 1,
+) -> StepFunction:
+    """``step(params, state, batch, mask=None) -> (params, state, info)``.
+
+    A pure function, to be jitted, scanned or mapped over seeds by its user. A step
+    in which anything is not finite is rejected: parameters and state come back bit
+    for bit as they were, but for the count in ``info.rejected``.
+
+    Args:
+      losses: one loss per example, shape (n,).
+      optimizer: `meka.meka`, `meka.adameka`, or a chain with `meka.scale_by_meka`.
+      groups: how many groups of examples the noise is estimated from.
+      transport: how the change of the gradient is observed: `hessian_at_current`,
+        `hessian_at_previous` or `difference`.
+      probe: where slope and curvature come from: `current` or `lagged`.
+      micro_batches: differentiate the batch in this many parts, to save memory.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def step(
+        params: PyTree, state: PyTree, batch: PyTree, mask: Array | None = None
+    ) -> tuple[PyTree, PyTree, Info]:
+        own = find_state(state)
+        observation = observe(
+            losses,
+            params,
+            own.previous_params,
+            batch,
+            groups=groups,
+            transport=transport,
+            diagonal=tree.same_structure(own.gradient.variance, params),
+            mask=mask,
+            micro_batches=micro_batches,
+        )
+        along = curve(losses, params, batch, mask=mask, micro_batches=micro_batches)
+        updates, new_state = optimizer.update(
+            tree.cast_like(observation.gradient.mean, params),
+            state,
+            params,
+            value=observation.value.mean,
+            observation=observation,
+            probe=lambda scene: probe(scene, along),
+        )
+        return _keep_sound(params, state, updates, new_state)
+
+    return step
+
+
+def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:
+    """Apply the updates, or nothing at all if the step or its result is not finite."""
+    new_params = optax.apply_updates(params, updates)
+    info = find_state(new_state).info
+    finite = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new_params)
+    sound = info.accepted & jnp.all(jnp.stack(jax.tree.leaves(finite)))
+    before = find_state(state).info
+    refused = before._replace(
+        suspect=jnp.where(info.accepted, -1, info.suspect),
+        accepted=jnp.zeros((), bool),
+        rejected=before.rejected + 1,
+    )
+    old_state = replace_info(state, refused)
+    params = tree.select(sound, new_params, params)
+    state = tree.select(sound, new_state, old_state)
+    return params, state, tree.select(sound, info, refused)
