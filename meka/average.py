@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meka.tree import Array, PyTree
+from meka.tree import Array, PyTree, scalar_dtype
 
 
 class Average(NamedTuple):
@@ -22,8 +22,7 @@ class Average(NamedTuple):
     def like(cls, entry: PyTree) -> "Average":
         """An empty average for entries of this structure."""
         total = jax.tree.map(jnp.zeros_like, entry)
-        dtype = jax.tree.leaves(total)[0].dtype
-        return cls(total, jnp.zeros((), jnp.promote_types(dtype, jnp.float32)))
+        return cls(total, jnp.zeros((), scalar_dtype(entry)))
 
     def add(self, entry: PyTree, decay: float, seen: Array | bool = True) -> "Average":
         """The average after one more entry, or unchanged where nothing was seen."""

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meka.tree import Array, PyTree
+from meka.tree import Array, PyTree, same_structure
 
 
-def check_params(params: PyTree) -> None:
+def check_params(params: PyTree, *, allow_empty: bool = False) -> None:
     """Parameters must be real floating-point arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves:
+    if not leaves and not allow_empty:
         raise ValueError("params holds no arrays: there is nothing to optimize")
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
@@ -24,6 +24,17 @@ def check_params(params: PyTree) -> None:
                 "eqx.partition(model, eqx.is_inexact_array); flax nnx: "
                 "nnx.split(model, nnx.Param, ...))."
             )
+
+
+def check_previous(params: PyTree, previous: PyTree) -> None:
+    """The displacement needs the whole of the parameters as they were."""
+    if not same_structure(params, previous):
+        raise ValueError(
+            "the parameters do not have the structure of those meka saw before. It "
+            "models one step of all of them: do not wrap it in optax.masked or "
+            "optax.multi_transform. Close over what is frozen in `losses`, and mask "
+            "the transformations that follow it in the chain."
+        )
 
 
 def check_batch(batch: PyTree, mask: Array | None) -> int:
@@ -76,6 +87,16 @@ def check_losses(
         raise TypeError(
             f"losses(params, batch) returned dtype {found.dtype}, "
             "not real floating-point numbers"
+        )
+
+
+def check_part(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """``losses`` must follow the batch it is given, not a size it remembers."""
+    if found != expected:
+        raise ValueError(
+            f"losses(params, batch) returned shape {found} for {expected[0]} of the "
+            "batch's examples. It is called on parts of the batch: take the number of "
+            "examples from the batch, and put all that belongs to an example there."
         )
 
 

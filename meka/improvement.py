@@ -7,7 +7,7 @@ Along a direction d the model predicts (Eq. 11)
                                   + a⁴/4 curvature_variance + a⁶ third_order)
 
 with slope = -d'm, curvature = d'Bd, value_variance = s, slope_variance = d'Pd,
-curvature_variance = d'Qd and third_order = lambda |d|⁶ (App. C, off unless asked
+curvature_variance = d'Qd and third_order = lambda |d|⁶ (App. B.2, off unless asked
 for). A *rule* is a function from this model to a step size a >= 0.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
+from jax.typing import ArrayLike
 
 from meka.stationary import most_probable_step
 from meka.tree import Array, PyTree
@@ -75,17 +76,19 @@ Rule: TypeAlias = Callable[[ImprovementModel], Array]
 def probability_of_improvement(model: ImprovementModel) -> Array:
     """The step that most probably improves the loss (Eq. 12-13).
 
+    With value variance s, slope variance p, curvature variance q, third order t:
+
     | slope a | curvature b | variances | step |
     |---------|-------------|-----------|------|
-    | <= 0    | any         | any       | 0    |
-    | > 0     | > 0         | all 0     | a/b, the quadratic minimum |
-    | > 0     | > 0         | value variance s = 0, others not | 0: an exactly \
-known value is most surely improved by the smallest step |
-    | > 0     | > 0         | s > 0     | the one root, in (0, a/b] |
-    | > 0     | <= 0        | curvature variance or third order > 0 | the one root |
-    | > 0     | < 0         | neither   | no optimum exists: a/\\|b\\| |
-    | > 0     | 0           | neither   | no optimum: where the slope's deviation \
-overtakes the value's, √(2s/p), or 0 if one is 0 |
+    | <= 0    | any  | any               | 0                             |
+    | > 0     | > 0  | s > 0, or all 0   | the one root, in (0, a/b]     |
+    | > 0     | > 0  | s = 0, others not | a/b: no optimum exists, the smaller a \
+step the surer it is |
+    | > 0     | <= 0 | s > 0, and q or t > 0 | the one root              |
+    | > 0     | < 0  | s = 0, p > 0, and q or t > 0 | the one root       |
+    | > 0     | < 0  | any others        | -a/b: no optimum exists       |
+    | > 0     | 0    | any others        | √(2s/p), where the slope's deviation \
+overtakes the value's, or 0 if one is 0: no optimum exists |
     """
     return most_probable_step(
         model.slope,
@@ -113,55 +116,114 @@ def expected_improvement(model: ImprovementModel) -> Array:
     The interval is where the mean predicts any improvement at all: with an
     uncertain curvature the expectation grows without bound as the step does, so
     only a bounded maximum means something. The maximum is never left of the
-    quadratic minimum a/b. Under negative curvature it is the end of the interval.
+    quadratic minimum a/b, so it is sought in x = alpha |b|/a from 1 to 2: where the
+    expectation first stops rising, or at the end if that is higher still. Under
+    negative curvature it is the end.
     """
-    unit = _reflected_minimum(model)
-    safe = jnp.where(unit > 0, unit, 1)
-    slope = jnp.where(model.slope > 0, model.slope, 1)
-    # In units of the quadratic minimum x = alpha b/a and of the drop a²/b there.
     sign = jnp.sign(model.curvature)
-    third_order = jnp.asarray(model.third_order, safe.dtype)
-    spread = (
-        jnp.sqrt(2 * model.value_variance) / slope / safe,
-        jnp.sqrt(model.slope_variance) / slope,
-        jnp.sqrt(model.curvature_variance) / slope * safe / 2,
-        jnp.sqrt(third_order) / slope * safe * safe,
-    )
-    spread = tuple(jnp.minimum(c, jnp.finfo(c.dtype).max / 64) for c in spread)
-    largest = jnp.maximum(
-        jnp.maximum(spread[0], spread[1]), jnp.maximum(spread[2], spread[3])
-    )
-    largest = jnp.where(largest > 0, largest, 1)
-    c0, c1, c2, c3 = (c / largest for c in spread)
+    a = jnp.where(model.slope > 0, model.slope, 1)
+    b = jnp.where(sign == 0, 1, jnp.abs(model.curvature))
+    noise = _Noise.of(model, a, b)
 
-    def evaluate(x: Array) -> tuple[Array, Array]:
-        """Expected improvement and the sign-deciding part of its derivative."""
-        mean, mean_slope = x * (sign * x / 2 - 1), sign * x - 1
-        unit_variance = c0**2 + (c1 * x) ** 2 + (c2 * x**2) ** 2 + (c3 * x**3) ** 2
-        positive = unit_variance > 0
-        unit_deviation = jnp.sqrt(jnp.where(positive, unit_variance, 1))
-        deviation = largest * unit_deviation
-        growth = c1**2 * x + 2 * c2**2 * x**3 + 3 * c3**2 * x**5
-        score = jnp.where(positive, -mean / deviation, jnp.inf)
-        weight = ndtr(score)
-        density = _normal_density(score)
-        gain = jnp.where(positive, deviation, 0) * density - mean * weight
-        slope = largest * growth / unit_deviation * density / weight - mean_slope
-        return gain, slope
+    def rise(x: Array) -> Array:
+        """The derivative of the expectation, over the probability of improvement."""
+        score = noise.score(x * (sign * x / 2 - 1), x)
+        return noise.growth(x) * _normal_density(score) / ndtr(score) - (sign * x - 1)
 
-    grid = 1 + jnp.arange(129, dtype=safe.dtype) / 128
-    best = grid[jnp.argmax(evaluate(grid)[0])]
-    low, high = jnp.maximum(best - 1 / 128, 1), jnp.minimum(best + 1 / 128, 2)
-    for _ in range(jnp.finfo(safe.dtype).nmant):
-        middle = (low + high) / 2
-        rising = evaluate(middle)[1] > 0
-        low, high = jnp.where(rising, middle, low), jnp.where(rising, high, middle)
-    x = jnp.where(model.curvature == 0, 1, (low + high) / 2)
-    step = jnp.minimum(x * unit, jnp.finfo(unit.dtype).max)
+    def expectation(x: Array) -> Array:
+        mean = x * (sign * x / 2 - 1)
+        score = noise.score(mean, x)
+        fall = noise.drop * mean * ndtr(score)
+        return noise.level * noise.deviation(x) * _normal_density(score) - fall
+
+    # There is at most one maximum inside. The first point of a grid beyond which the
+    # expectation falls gives eight more bits of it at a time.
+    bits = 8
+    fractions = jnp.arange(1, 2**bits + 1, dtype=a.dtype) / 2**bits
+    end = jnp.full_like(a, 2)
+    inside = jnp.any(rise(1 + fractions) <= 0)
+    low = jnp.ones_like(a)
+    for level in range(-(-jnp.finfo(a.dtype).nmant // bits)):
+        width = 2.0 ** -(bits * level)
+        falls = rise(low + width * fractions) <= 0
+        low = low + width * (fractions[jnp.argmax(falls)] - 1 / 2**bits)
+    higher = (rise(end) > 0) & (expectation(end) > expectation(low))
+    x = jnp.where(inside, jnp.where(higher, end, low), end)
+    step = jnp.where(sign == 0, 1, x) * _reflected_minimum(model)
+    step = jnp.minimum(step, jnp.finfo(step.dtype).max)
     return jnp.where(model.slope > 0, step, 0)
 
 
-def constant(step_size: float | Array | Callable[[Array], Array]) -> Rule:
+class _Noise(NamedTuple):
+    """Deviation of the change in units of a²/b, for steps x in units of a/b.
+
+    It is 2^e √(c₀² + c₁²x² + c₂²x⁴ + c₃²x⁶), the largest of c near one. Powers of two
+    are kept apart, since the ratio of noise to signal, and of one noise to another,
+    may exceed the range of the dtype.
+    """
+
+    parts: list[Array]  # c
+    rates: list[Array]  # 2^e c²
+    shrink: Array  # 2^-e, at most 2^20
+    drop: Array  # 2^-max(e, 0)
+    level: Array  # 2^min(e, 0)
+
+    @classmethod
+    def of(cls, model: ImprovementModel, a: Array, b: Array) -> "_Noise":
+        third_order = jnp.asarray(model.third_order, a.dtype)
+        terms = (
+            _power_product(jnp.sqrt(2 * model.value_variance), (b, 1), (a, -2)),
+            _power_product(jnp.sqrt(model.slope_variance), (a, -1)),
+            _power_product(jnp.sqrt(model.curvature_variance) / 2, (b, -1)),
+            _power_product(jnp.sqrt(third_order), (a, 1), (b, -2)),
+        )
+        none = jnp.full_like(a, -(2**20), dtype=jnp.int32)
+        largest = none
+        for mantissa, exponent in terms:
+            largest = jnp.maximum(largest, jnp.where(mantissa > 0, exponent, none))
+        one = jnp.ones_like(a)
+        return cls(
+            parts=[_times_power(m, e - largest) for m, e in terms],
+            rates=[_times_power(m * m, 2 * e - largest) for m, e in terms[1:]],
+            shrink=_times_power(one, jnp.minimum(-largest, 20)),
+            drop=_times_power(one, -jnp.maximum(largest, 0)),
+            level=_times_power(one, jnp.minimum(largest, 0)),
+        )
+
+    def deviation(self, x: Array) -> Array:
+        """Over 2^e."""
+        c0, c1, c2, c3 = self.parts
+        return jnp.sqrt(c0**2 + (c1 * x) ** 2 + (c2 * x**2) ** 2 + (c3 * x**3) ** 2)
+
+    def growth(self, x: Array) -> Array:
+        """The derivative of the deviation."""
+        w1, w2, w3 = self.rates
+        deviation = self.deviation(x)
+        rate = w1 * x + 2 * w2 * x**3 + 3 * w3 * x**5
+        return rate / jnp.where(deviation > 0, deviation, 1)
+
+    def score(self, mean: Array, x: Array) -> Array:
+        """The expected decrease over its deviation; beyond a million is certain."""
+        deviation = self.deviation(x)
+        return -mean / jnp.where(deviation > 0, deviation, 1) * self.shrink
+
+
+def _power_product(x: Array, *powers: tuple[Array, int]) -> tuple[Array, Array]:
+    """x times powers of others, as a mantissa of order one and a binary exponent."""
+    mantissa, exponent = jnp.frexp(x)
+    for base, power in powers:
+        m, e = jnp.frexp(base)
+        mantissa, exponent = mantissa * m**power, exponent + power * e
+    return mantissa, exponent.astype(jnp.int32)
+
+
+def _times_power(x: Array, exponent: Array) -> Array:
+    """x 2^exponent, within the range of the dtype."""
+    limits = jnp.finfo(x.dtype)
+    return jnp.ldexp(x, jnp.clip(exponent, limits.minexp, limits.maxexp - 8))
+
+
+def constant(step_size: float | Array | Callable[[Array], ArrayLike]) -> Rule:
     """A fixed step size, or an optax schedule of the step count."""
 
     def rule(model: ImprovementModel) -> Array:
@@ -171,7 +233,7 @@ def constant(step_size: float | Array | Callable[[Array], Array]) -> Rule:
     return rule
 
 
-def scaled(rule: Rule, factor: float | Callable[[Array], Array]) -> Rule:
+def scaled(rule: Rule, factor: float | Callable[[Array], ArrayLike]) -> Rule:
     """The rule's step times the paper's factor c, or a schedule of it."""
 
     def scaled_rule(model: ImprovementModel) -> Array:
@@ -182,7 +244,7 @@ def scaled(rule: Rule, factor: float | Callable[[Array], Array]) -> Rule:
 
 
 def switch(first: Rule, then: Rule, after: int) -> Rule:
-    """``first`` for the first ``after`` steps, ``then`` from there on (§6.3).
+    """``first`` for the first ``after`` steps, ``then`` from there on (§7.1).
 
     The model is averaged all along, so ``then`` starts well informed.
     """

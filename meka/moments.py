@@ -53,7 +53,7 @@ def stacked_groups(means: PyTree, weights: Array, *, diagonal: bool) -> Summary:
     total = jnp.sum(weights)
     shares = weights / jnp.maximum(total, 1)
     mean = jax.tree.map(lambda x: _contract(shares, x), means)
-    centred = jax.tree.map(lambda x, m: x - m, means, mean)
+    centred = jax.tree.map(lambda x, m: x - m[None], means, mean)
     if diagonal:
         scatter = jax.tree.map(lambda c: _contract(weights, c * c), centred)
     else:

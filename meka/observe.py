@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from meka import moments, tree
-from meka.checks import check_batch, check_groups, check_losses, check_params
+from meka.checks import (
+    check_batch,
+    check_groups,
+    check_losses,
+    check_params,
+    check_part,
+    check_previous,
+)
 from meka.gaussian import Moments
 from meka.tree import Array, PyTree
 
@@ -62,7 +69,7 @@ def hessian_at_current(
 def hessian_at_previous(
     loss: Loss, params: PyTree, previous: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. D)."""
+    """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
     displacement = tree.subtract(params, previous)
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     slope_of = jax.grad(lambda p: loss(p)[0])
@@ -111,6 +118,7 @@ def observe(
         at a fraction of the memory; the result is the same up to rounding.
     """
     check_params(params)
+    check_previous(params, previous)
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
     check_groups(count, groups, micro_batches)
@@ -158,6 +166,7 @@ def _look(
 
     def loss(p: PyTree) -> tuple[Array, Array]:
         values = losses(p, batch).astype(dtype)
+        check_part(values.shape, weights.shape)
         return jnp.sum(weights.astype(dtype) * values) / total, values
 
     values, gradient, change = transport(loss, params, previous)

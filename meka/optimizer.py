@@ -97,7 +97,7 @@ def scale_by_meka(
       noise_decay: decay of the average of Σ, the noise of the gradient (β_Σ).
       model_decay: decay of the average of the improvement model (β_α).
       diagonal: one variance per coordinate instead of one for all.
-      third_order: None leaves the third-order term of App. C out; a number includes
+      third_order: None leaves the third-order term of App. B.2 out; a number includes
         it with this lower bound on λ/|δ|⁶ (0 for the inferred value alone).
       prior_variance: P_0 and s_0. The default, infinity, makes the first gain
         exactly one at every scale of the loss; the paper has 10⁴.
@@ -256,7 +256,8 @@ def _is_ours(x: object) -> bool:
 
 
 def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
-    check_params(params)
+    # optax itself asks for the state of no parameters, as in optax.tree.map_params.
+    check_params(params, allow_empty=True)
     dtype = tree.scalar_dtype(params)
     zero = jnp.zeros((), dtype)
     unknown = jnp.full((), prior_variance, dtype)
@@ -266,7 +267,7 @@ def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
         noise = mean
         variance = jax.tree.map(lambda x: jnp.full_like(x, prior_variance), mean)
     empty = ImprovementModel(zero, zero, zero, zero, zero, zero, ())
-    previous = jax.tree.map(_copy, params)
+    previous = jax.tree.map(_concrete, params)
     length = _MEASURING_STEP * (1 + jnp.sqrt(tree.square(previous)))
     count = jnp.zeros((), jnp.int32)
     others = {
@@ -276,7 +277,7 @@ def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
         "rejected": count,
     }
     info = Info(**{**dict.fromkeys(Info._fields, zero), **others})
-    return State(
+    state = State(
         count=count,
         value=Gaussian(zero, unknown),
         gradient=Gaussian(mean, variance),
@@ -288,14 +289,15 @@ def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
         measuring_length=length.astype(dtype),
         info=info,
     )
+    # Every leaf a buffer of its own, so that parameters and state can be donated.
+    return jax.tree.map(jnp.copy, state)
 
 
-def _copy(x: Array) -> Array:
-    # A buffer of its own, so that parameters and state can both be donated. A mere
-    # shape has no value to copy.
+def _concrete(x: Array) -> Array:
+    # A mere shape has no value to start from.
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros(x.shape, x.dtype)
-    return jnp.copy(x)
+    return x
 
 
 def _filter_value(
@@ -327,8 +329,9 @@ def _average_model(
     """Average the improvement model over time, and fill what was not seen.
 
     Where nothing moved there is nothing lagged to see: the slope is then the
-    filter's along the new direction, and before any curvature is known the model is
-    a parabola with its minimum at the measuring length.
+    filter's along the new direction. Where nothing tells how far to go (no curvature
+    was seen yet, or there is none and every loss is the same) the model is a
+    parabola with its minimum at the measuring length.
     """
     fresh = ImprovementModel(
         seen.slope,
@@ -342,21 +345,20 @@ def _average_model(
     average = state.model.add(fresh, decay, seen.seen)
     model = average.mean
     if seen.seen is not True:
-        slope = -tree.dot(scene.direction, scene.gradient.mean)
-        slope_variance = quadratic_form(scene.gradient.variance, scene.direction)
-        bend = slope * heading_norm / state.measuring_length
         unseen = model._replace(
-            slope=slope,
-            slope_variance=slope_variance,
+            slope=-tree.dot(scene.direction, scene.gradient.mean),
+            slope_variance=quadratic_form(scene.gradient.variance, scene.direction),
             value_variance=value.variance,
-            curvature=jnp.where(average.empty, bend, model.curvature),
         )
         model = tree.select(jnp.asarray(seen.seen), model, unseen)
+    blank = average.empty | ((model.curvature == 0) & (model.value_variance == 0))
+    bend = model.slope * heading_norm / state.measuring_length
+    model = model._replace(curvature=jnp.where(blank, bend, model.curvature))
     return average, model._replace(step=state.count)
 
 
 def _third_order(floor, model_error, length, heading_norm) -> Array:
-    """λ|d|⁶ with λ = model_error/|δ|⁶ (App. C); nothing is inferred from δ = 0."""
+    """λ|d|⁶ with λ = model_error/|δ|⁶ (App. B.2); nothing is inferred from δ = 0."""
     if floor is None:
         return jnp.zeros_like(model_error)
     largest = jnp.finfo(model_error.dtype).max

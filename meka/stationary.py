@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from meka.tree import Array
 
-_ITERATIONS = 24
+_ITERATIONS = 16
 _NEVER = 1e6  # log2 of "no bound from this term"
 
 
@@ -56,7 +56,10 @@ def most_probable_step(
     )
     z = _newton(*coefficients)
     step = jnp.minimum(jnp.ldexp(z, exponent), jnp.finfo(a.dtype).max)
-    step = jnp.where((b <= 0) & (q == 0) & (t == 0), otherwise, step)
+    # With a value known exactly the smallest step is the surest, and leads nowhere.
+    vanishes = (value_variance == 0) & ((b >= 0) | (p == 0))
+    diverges = (b <= 0) & (q == 0) & (t == 0)
+    step = jnp.where(vanishes | diverges, otherwise, step)
     return jnp.where(a > 0, step, jnp.zeros_like(step))
 
 

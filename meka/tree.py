@@ -11,12 +11,14 @@ Array: TypeAlias = jax.Array
 
 def scalar_dtype(tree: PyTree) -> jnp.dtype:
     """Float32, or the widest floating dtype among the leaves."""
-    return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(tree)))
+    # Said explicitly, so that it also works where users forbid implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(tree)))
 
 
 def wide(x: Array) -> jnp.dtype:
     """The dtype in which a leaf is accumulated: its own, but at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return scalar_dtype(x)
 
 
 def size(tree: PyTree) -> int:
@@ -31,13 +33,13 @@ def dot(a: PyTree, b: PyTree) -> Array:
         _dot(x, y).astype(dtype)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     ]
-    return sum(terms[1:], terms[0])
+    return sum(terms[1:], terms[0]) if terms else jnp.zeros((), dtype)
 
 
 def _dot(x: Array, y: Array) -> Array:
     # A contraction rather than sum(x * y): on the CPU it is the vectorised kernel.
     # No ravel(), which under explicit sharding would gather the array.
-    dtype = jnp.promote_types(wide(x), wide(y))
+    dtype = scalar_dtype((x, y))
     mesh = jax.typeof(x).sharding.mesh
     replicated = None
     if mesh.are_all_axes_explicit:

@@ -1,0 +1,347 @@
+"""The command `meka`. Nothing heavy is imported until a command needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meka.lab.runfolder import RunConfig
+
+_USAGE = 2  # exit code for a request that was refused
+_STOPPED = 3  # exit code for a run that could not go on
+_Schedule = Literal["constant", "linear", "cosine"]
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model and keep everything that was measured in a folder."""
+
+    workload: Annotated[str, tyro.conf.Positional]
+    """A name from `meka workloads`, or your own as path/to/file.py:name."""
+    optimizer: str = "adameka"
+    """A name from `meka optimizers`."""
+    steps: int | None = None
+    """How many steps; by default the workload's own length."""
+    seed: int = 0
+    seeds: int = 1
+    """Train this many seeds at once, counting up from --seed."""
+    out: Path | None = None
+    """The run folder; by default runs/WORKLOAD-OPTIMIZER-SEED."""
+    resume: bool = False
+    """Go on with the run in the folder, from its last checkpoint."""
+    learning_rate: float | None = None
+    """Only for optimizers that take one."""
+    schedule: _Schedule | None = None
+    """The shape of the step size over the run."""
+    batch_size: int | None = None
+    eval_every: int = 100
+    checkpoint_every: int = 1000
+    max_rejected: int = 25
+    """Stop after this many rejected steps in a row."""
+    average: bool = False
+    """Also evaluate an average of the iterates."""
+    option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """An option of the optimizer, such as probe=lagged; may be repeated."""
+    data_dir: Path | None = None
+    """Where the data is; by default $MEKA_DATA or the download cache."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the extra meka[tensorboard])."""
+
+    def run(self, console: Console) -> int:
+        """Train."""
+        from meka.lab import progress, report, workloads
+        from meka.lab.history import read
+        from meka.lab.runfolder import RunConfig, is_run, read_config
+        from meka.lab.train import train
+
+        name = self.workload.replace("/", "_").replace(":", "-").replace(".py", "")
+        out = self.out or Path("runs") / f"{name}-{self.optimizer}-{self.seed}"
+        data_dir = None if self.data_dir is None else str(self.data_dir)
+
+        def configured(steps: int) -> RunConfig:
+            return RunConfig(
+                workload=self.workload,
+                optimizer=self.optimizer,
+                steps=steps,
+                seed=self.seed,
+                seeds=self.seeds,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                schedule=self.schedule,
+                options=_options(self.option),
+                eval_every=self.eval_every,
+                checkpoint_every=self.checkpoint_every,
+                max_rejected=self.max_rejected,
+                average=self.average,
+                data_dir=data_dir,
+            )
+
+        # Everything that can be refused is refused before data is read.
+        configured(1 if self.steps is None else self.steps)
+        resume = self.resume and is_run(out)
+        if self.resume and not resume:
+            console.print(f"{out} holds no run yet: starting one", markup=False)
+        workload = workloads.load(self.workload, data_dir, **_batch(self.batch_size))
+        config = configured(self.steps or workload.steps)
+        if resume:
+            config = read_config(out)
+        with progress.display(console) as display:
+            watcher = display.watcher(
+                f"{config.workload} {config.optimizer}", config.steps
+            )
+            train(
+                config,
+                out,
+                resume=resume,
+                watcher=watcher,
+                workload=workload,
+                events=self.tensorboard,
+            )
+        console.print(report.runs_table([read(out)]))
+        console.print(f"kept in {out}; draw it with: meka show {out}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare optimizers over their grids and several seeds, tuning costs included.
+
+    Without arguments: meka, adameka, Adam and momentum on the embedded digits.
+    """
+
+    workload: Annotated[str, tyro.conf.Positional] = "digits"
+    optimizers: tuple[str, ...] = ("meka", "adameka", "adam", "momentum")
+    """Names from `meka optimizers`, or `all`."""
+    steps: int | None = None
+    seeds: int = 3
+    seed: int = 0
+    tune: bool = True
+    """Search each optimizer's grid (--no-tune: defaults only)."""
+    schedule: _Schedule | None = None
+    average: bool = False
+    """Also evaluate an average of the iterates, for all alike."""
+    eval_every: int | None = None
+    out: Path | None = None
+    """The folder for runs, table, pictures and page; by default meka-compare-WORKLOAD.
+
+    If it holds an unfinished comparison, that is finished.
+    """
+    data_dir: Path | None = None
+
+    def run(self, console: Console) -> int:
+        """Compare."""
+        from meka.lab import compare, plots, progress, report, workloads
+        from meka.lab import optimizers as table
+
+        names = tuple(table.TABLE) if self.optimizers == ("all",) else self.optimizers
+        for name in names:
+            table.check(name, schedule=None)
+        label = Path(self.workload.rpartition(":")[0] or self.workload).stem
+        out = self.out or Path(f"meka-compare-{label}")
+        data_dir = None if self.data_dir is None else str(self.data_dir)
+        options: dict[str, Any] = {
+            "seeds": self.seeds,
+            "seed": self.seed,
+            "tune": self.tune,
+            "schedule": self.schedule,
+            "average": self.average,
+            "eval_every": self.eval_every,
+            "data_dir": data_dir,
+        }
+        # Refuse what can be refused before anything is loaded or written.
+        compare.plan(self.workload, names, steps=self.steps or 1, **options)
+        steps = self.steps or workloads.load(self.workload, data_dir).steps
+        configs = compare.plan(self.workload, names, steps=steps, **options)
+        with progress.display(console) as display:
+            result = compare.compare(
+                configs,
+                out,
+                watch=lambda config, number, count: display.watcher(
+                    f"[{number + 1}/{count}] {config.optimizer}"
+                    + (
+                        ""
+                        if config.learning_rate is None
+                        else f" {config.learning_rate:g}"
+                    ),
+                    config.steps,
+                ),
+            )
+        compare.save(result, out)
+        picture = plots.overview(
+            list(result.best.values()),
+            out / "compare.png",
+            title=f"{self.workload}: {steps} steps, {self.seeds} seeds",
+            faint=[run for members in result.grid.values() for run in members],
+            target=result.target,
+        )
+        command = "meka " + shlex.join(sys.argv[1:])
+        report.write_page(result, picture, out / "report.html", command)
+        console.print(report.comparison_table(result))
+        report.print_verdict(console, result)
+        console.print(f"page: {out / 'report.html'}", markup=False)
+        console.print(f"picture: {picture}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """Print a table of runs and draw their curves."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders."""
+    out: Path = Path("meka-show.png")
+    """The picture to write."""
+
+    def run(self, console: Console) -> int:
+        """Show."""
+        from meka.lab import plots, report
+        from meka.lab.history import read
+
+        if not self.runs:
+            raise UsageError("name at least one run folder")
+        runs = [read(path) for path in self.runs]
+        console.print(report.runs_table(runs))
+        picture = plots.overview(runs, self.out)
+        console.print(f"picture: {picture}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Data:
+    """Download the data sets, or check the files that are there."""
+
+    action: Annotated[Literal["fetch", "verify"], tyro.conf.Positional]
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ("mnist", "cifar10")
+    data_dir: Path | None = None
+    """The folder; by default $MEKA_DATA or the download cache."""
+
+    def run(self, console: Console) -> int:
+        """Fetch or verify."""
+        from meka.lab import data
+
+        failed = False
+        for name in self.names:
+            if self.action == "fetch":
+                data.fetch(name, self.data_dir)
+            for check in data.verify(name, self.data_dir):
+                mark = "ok " if check.ok else "BAD"
+                console.print(f"{mark} {check.path} {check.message}", markup=False)
+                failed |= not check.ok
+        return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """List the optimizers, their grids and options."""
+
+    def run(self, console: Console) -> int:
+        """List."""
+        from rich.table import Table
+
+        from meka.lab import optimizers
+
+        table = Table(box=None, pad_edge=False)
+        for name in ("name", "what it is", "grid"):
+            table.add_column(name, overflow="fold")
+        for entry in optimizers.TABLE.values():
+            grid = " ".join(f"{x:g}" for x in entry.grid)
+            fixed = "" if entry.default is None else f"{entry.default:g} (published)"
+            table.add_row(entry.name, entry.summary, grid or fixed or "nothing to tune")
+        console.print(table)
+        return 0
+
+
+@dataclass(frozen=True)
+class Workloads:
+    """List the workloads."""
+
+    def run(self, console: Console) -> int:
+        """List."""
+        from meka.lab import workloads
+
+        width = max(map(len, workloads.WORKLOADS))
+        for name, summary in workloads.WORKLOADS.items():
+            console.print(f"{name:{width}}  {summary}", markup=False, highlight=False)
+        return 0
+
+
+_Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[Optimizers, tyro.conf.subcommand("optimizers")]
+    | Annotated[Workloads, tyro.conf.subcommand("workloads")]
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    # Quiet unless asked: XLA's C++ log has nothing for a user of this command.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    command: Any = tyro.cli(
+        _Command,  # pyright: ignore[reportArgumentType]
+        prog="meka",
+        description="Train neural networks without tuning the optimizer.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 140
+    console = Console(width=width, soft_wrap=False)
+    raise SystemExit(_guarded(command, console))
+
+
+def _guarded(command: Any, console: Console) -> int:
+    """Run a command; what a user can mend is one sentence, not a traceback."""
+    try:
+        return command.run(console)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(f"meka: {error}", file=sys.stderr)
+        return code
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code for an error that is the user's to mend, else None."""
+    if isinstance(error, UsageError):
+        return _USAGE
+    module = type(error).__module__
+    if not module.startswith("meka."):
+        return None
+    if hasattr(error, "exit_code"):
+        return int(error.exit_code)  # pyright: ignore[reportAttributeAccessIssue]
+    return _STOPPED if type(error).__name__ == "TrainingStopped" else _USAGE
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--option {pair!r}: write NAME=VALUE, as in probe=lagged")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options
+
+
+def _batch(batch_size: int | None) -> dict[str, Any]:
+    return {} if batch_size is None else {"batch_size": batch_size}

@@ -1,0 +1,224 @@
+"""Honest comparison: every optimizer over its grid, the cost of tuning included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meka.lab import history, optimizers, workloads
+from meka.lab.history import History
+from meka.lab.runfolder import ConfigError, RunConfig, is_run
+from meka.lab.train import Watcher, train
+
+DEFAULT_OPTIMIZERS = ("meka", "adameka", "adam", "momentum")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer at its best learning rate."""
+
+    optimizer: str
+    learning_rate: float | None
+    train_loss: float  # median over seeds, at the end
+    train_loss_low: float
+    train_loss_high: float
+    test_accuracy: float | None
+    test_accuracy_low: float | None
+    test_accuracy_high: float | None
+    steps_to_target: float | None  # median; None if never reached
+    seconds: float
+    seconds_to_tune: float  # all runs of the grid
+    runs: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs of a comparison and what came out."""
+
+    workload: str
+    steps: int
+    seeds: int
+    target: float | None  # the loss of the best Adam, if it took part
+    rows: list[Row]
+    best: dict[str, History]
+    grid: dict[str, list[History]]
+    verdict: str
+
+
+def plan(
+    workload: str,
+    names: Sequence[str],
+    *,
+    steps: int,
+    seeds: int,
+    seed: int = 0,
+    tune: bool = True,
+    eval_every: int | None = None,
+    schedule: str | None = None,
+    average: bool = False,
+    data_dir: str | None = None,
+) -> list[RunConfig]:
+    """The runs of a comparison; refuses unknown names before anything is written."""
+    configs = []
+    for name in dict.fromkeys(names):
+        if name not in optimizers.TABLE:
+            optimizers.check(name)
+        entry = optimizers.TABLE[name]
+        rates: Sequence[float | None] = entry.grid if tune and entry.grid else (None,)
+        takes = schedule is None or schedule in entry.schedules
+        configs += [
+            RunConfig(
+                workload=workload,
+                optimizer=name,
+                steps=steps,
+                seed=seed,
+                seeds=seeds,
+                learning_rate=rate if rate is not None else entry.default,
+                schedule=schedule if takes else None,
+                eval_every=eval_every or max(1, steps // 40),
+                checkpoint_every=max(1, steps),
+                average=average,
+                data_dir=data_dir,
+            )
+            for rate in rates
+        ]
+    if not configs:
+        raise ConfigError("name at least one optimizer to compare")
+    return configs
+
+
+def compare(
+    configs: Sequence[RunConfig],
+    out: Path,
+    *,
+    watch: Callable[[RunConfig, int, int], Watcher],
+) -> Comparison:
+    """Run what was planned, or finish what was begun, and sum it up."""
+    first = configs[0]
+    workload = workloads.load(first.workload, first.data_dir)
+    workloads.check(workload)
+    runs = []
+    for number, config in enumerate(configs):
+        path = Path(out) / "runs" / _folder(config)
+        watcher = watch(config, number, len(configs))
+        train(config, path, resume=is_run(path), watcher=watcher, workload=workload)
+        runs.append(history.read(path))
+    return summarise(runs)
+
+
+def summarise(runs: Sequence[History]) -> Comparison:
+    """Best run of each optimizer, and how soon each reached the best Adam's loss."""
+    grid: dict[str, list[History]] = {}
+    for run in runs:
+        grid.setdefault(run.config.optimizer, []).append(run)
+    best = {
+        name: min(members, key=lambda run: np.median(run.final_loss))
+        for name, members in grid.items()
+    }
+    target = None
+    if "adam" in best:
+        target = float(np.median(best["adam"].final_loss))
+    rows = [_row(best[name], grid[name], target) for name in grid]
+    rows.sort(key=lambda row: row.train_loss)
+    config = runs[0].config
+    return Comparison(
+        workload=config.workload,
+        steps=config.steps,
+        seeds=config.seeds,
+        target=target,
+        rows=rows,
+        best=best,
+        grid=grid,
+        verdict=_verdict(rows),
+    )
+
+
+def save(comparison: Comparison, out: Path) -> None:
+    """Write the numbers as results.json."""
+    content = {
+        "workload": comparison.workload,
+        "steps": comparison.steps,
+        "seeds": comparison.seeds,
+        "target_loss": comparison.target,
+        "verdict": comparison.verdict,
+        "optimizers": [asdict(row) for row in comparison.rows],
+        "grid": {
+            name: [
+                {
+                    "learning_rate": run.config.learning_rate,
+                    "train_loss": [_number(x) for x in run.final_loss],
+                }
+                for run in members
+            ]
+            for name, members in comparison.grid.items()
+        },
+    }
+    text = json.dumps(content, indent=2, default=_number) + "\n"
+    (Path(out) / "results.json").write_text(text, encoding="utf-8")
+
+
+def _row(run: History, members: Sequence[History], target: float | None) -> Row:
+    loss = run.final_loss
+    accuracy = None
+    if "test_accuracy" in run.evals:
+        accuracy = run.evals["test_accuracy"][-1]
+    return Row(
+        optimizer=run.config.optimizer,
+        learning_rate=run.config.learning_rate if len(members) > 1 else None,
+        train_loss=float(np.median(loss)),
+        train_loss_low=float(np.min(loss)),
+        train_loss_high=float(np.max(loss)),
+        test_accuracy=None if accuracy is None else float(np.median(accuracy)),
+        test_accuracy_low=None if accuracy is None else float(np.min(accuracy)),
+        test_accuracy_high=None if accuracy is None else float(np.max(accuracy)),
+        steps_to_target=_steps_to(run, target),
+        seconds=run.seconds,
+        seconds_to_tune=sum(member.seconds for member in members),
+        runs=len(members),
+    )
+
+
+def _steps_to(run: History, target: float | None) -> float | None:
+    """Median over seeds of the first evaluation at or below the target."""
+    if target is None:
+        return None
+    reached = run.evals["train_loss"] <= target
+    first = np.where(reached.any(0), run.evals.step[reached.argmax(0)], np.inf)
+    median = float(np.median(first))
+    return median if np.isfinite(median) else None
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    """Whether what was not tuned ends within the spread of what was."""
+    ours = [r for r in rows if r.optimizer in ("meka", "adameka")]
+    tuned = [r for r in rows if r.runs > 1]
+    if not ours or not tuned:
+        return ""
+    sentences = []
+    for row in ours:
+        behind = [t for t in tuned if row.train_loss > t.train_loss_high]
+        if not behind:
+            what = "ends at or below the spread of every tuned optimizer's best"
+        else:
+            names = ", ".join(
+                f"{t.optimizer} ({t.train_loss:.3g}, best of {t.runs})" for t in behind
+            )
+            what = f"ends above the spread of {names}"
+        sentences.append(
+            f"{row.optimizer}, one run and nothing tuned, {what}: "
+            f"train loss {row.train_loss:.3g}."
+        )
+    return " ".join(sentences)
+
+
+def _folder(config: RunConfig) -> str:
+    rate = "" if config.learning_rate is None else f"-{config.learning_rate:g}"
+    return f"{config.optimizer}{rate}"
+
+
+def _number(value: float) -> float | str:
+    return float(value) if np.isfinite(value) else str(float(value))

@@ -1,0 +1,275 @@
+"""The training loop: batches by step number, compiled chunks of steps, evaluation.
+
+Which examples a step sees, and how they are augmented, is a pure function of the seed
+and the step number. So parameters and optimizer state are all there is to checkpoint,
+and a run that resumes sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meka.lab.optimizers import Method
+from meka.lab.workloads import Workload
+
+PyTree = Any
+
+# Steps in one compiled chunk: long enough to hide the dispatch, short enough for the
+# progress display and for Ctrl-C.
+CHUNK = 100
+_SLICE = 2000  # examples evaluated at once
+_EXAMPLES_ON_CPU = 2000  # training examples evaluated, where convolutions are slow
+_AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
+
+
+class Carry(NamedTuple):
+    """All that changes from step to step; with several seeds, a leading axis."""
+
+    params: PyTree
+    state: PyTree
+    average: PyTree  # of the iterates; () when it is not kept
+
+
+class Loop:
+    """A workload trained by a method from one or several seeds at once.
+
+    Several seeds run as one computation, mapped over a leading axis.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        method: Method,
+        *,
+        seed: int = 0,
+        seeds: int = 1,
+        batch_size: int | None = None,
+        average: bool = False,
+    ):
+        """Lay the data out on the device; nothing is compiled yet."""
+        self.workload, self.method = workload, method
+        self.seeds = [seed + k for k in range(seeds)]
+        self.batch_size = batch_size or workload.batch_size
+        self._average = average
+        self._data = ()
+        self._rows = 0
+        if workload.data is not None:
+            self._data = jax.tree.map(jnp.asarray, workload.data.train)
+            self._rows = len(jax.tree.leaves(workload.data.train)[0])
+            if self.batch_size > self._rows:
+                raise ValueError(
+                    f"batch_size {self.batch_size} is more than the {self._rows} "
+                    f"training examples of {workload.name}"
+                )
+        # On the CPU a convolution inside a scan loses XLA's fast kernel.
+        self._scan = workload.scan or jax.default_backend() != "cpu"
+        self._keys = jnp.stack([jax.random.key(s) for s in self.seeds])
+        one = self._one if seeds > 1 else _unstacked(self._one)
+        one = jax.vmap(one, (0, None, 0, 0, None)) if seeds > 1 else one
+        self._step = one
+        self._run_chunk = jax.jit(self._chunk, donate_argnums=0)
+        self._run_step = jax.jit(one, donate_argnums=0)
+        self._sum_gradient = jax.jit(
+            jax.grad(lambda params, batch: jnp.sum(workload.losses(params, batch)))
+        )
+        self._evaluated = jax.jit(jax.vmap(method.evaluate))
+        self._evaluator = _Evaluator(workload, self._scan)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in one pass over the data, or None where it is endless."""
+        return self._rows // self.batch_size if self._rows else None
+
+    def start(self) -> Carry:
+        """Initial parameters and state."""
+
+        def begin(key: jax.Array) -> Carry:
+            params = self.workload.init(jax.random.fold_in(key, 0))
+            average = jax.tree.map(jnp.copy, params) if self._average else ()
+            return Carry(params, self.method.init(params), average)
+
+        # Compiled, so that the leaves are buffers of their own and can be donated.
+        return jax.jit(jax.vmap(begin))(self._keys)
+
+    def advance(
+        self, carry: Carry, start: int, length: int
+    ) -> tuple[Carry, dict[str, np.ndarray]]:
+        """Take ``length`` steps after ``start``; returns what each logged.
+
+        The logs have the shape (length, seeds). At most CHUNK steps are taken at once.
+        """
+        if length > CHUNK:
+            raise ValueError(f"at most {CHUNK} steps at once, not {length}")
+        indices = self._indices(start, length)
+        if self._scan:
+            padded = np.zeros((CHUNK, *indices.shape[1:]), np.int32)
+            padded[:length] = indices
+            carry, logs = self._run_chunk(
+                carry, self._data, padded, start, length, self._keys
+            )
+            return carry, jax.tree.map(lambda x: np.asarray(x)[:length], logs)
+        logs = []
+        for k in range(length):
+            carry, info = self._run_step(
+                carry, self._data, indices[k], self._keys, jnp.int32(start + k)
+            )
+            logs.append(info)
+        # Stacked at the end: reading a number in between would wait for the device.
+        return carry, jax.tree.map(lambda *x: np.stack(list(map(np.asarray, x))), *logs)
+
+    def refresh(self, carry: Carry) -> Carry:
+        """Let the method look at the whole training set (SVRG)."""
+        refresh = self.method.refresh
+        assert refresh is not None
+        if self.workload.data is None:
+            raise ValueError(
+                f"{self.workload.name} has endless data: there is no full gradient for "
+                "svrg to take. Choose another optimizer."
+            )
+
+        def renewed(params: PyTree, state: PyTree) -> PyTree:
+            return refresh(params, state, self._full_gradient)
+
+        state = _each_seed(renewed, len(self.seeds))(carry.params, carry.state)
+        return carry._replace(state=state)
+
+    def evaluate(self, carry: Carry) -> list[dict[str, float]]:
+        """Losses and accuracy on all data, one record a seed."""
+        results = self._evaluator(self._evaluated(carry.params, carry.state))
+        if self._average:
+            averaged = self._evaluator(carry.average)
+            results |= {f"average_{name}": x for name, x in averaged.items()}
+        return [
+            {name: float(values[k]) for name, values in results.items()}
+            for k in range(len(self.seeds))
+        ]
+
+    def _full_gradient(self, params: PyTree) -> PyTree:
+        total = jax.tree.map(jnp.zeros_like, params)
+        for part in _slices(self._data, self._rows):
+            total = jax.tree.map(jnp.add, total, self._sum_gradient(params, part))
+        return jax.tree.map(lambda g: g / self._rows, total)
+
+    def _one(self, carry: Carry, data, indices, key, number) -> tuple[Carry, dict]:
+        workload = self.workload
+        key = jax.random.fold_in(jax.random.fold_in(key, 1), number)
+        draw_key, augment_key = jax.random.split(key)
+        if workload.draw is not None:
+            batch = workload.draw(draw_key, self.batch_size)
+        else:
+            batch = jax.tree.map(lambda x: x[indices], data)
+        if workload.augment is not None:
+            batch = workload.augment(augment_key, batch)
+        params, state, info = self.method.step(carry.params, carry.state, batch)
+        average = carry.average
+        if self._average:
+            share = (_AVERAGING + 1) / (number + _AVERAGING + 1)
+            reached = self.method.evaluate(params, state)
+            average = jax.tree.map(
+                lambda a, p: a + jnp.asarray(share, a.dtype) * (p - a), average, reached
+            )
+        return Carry(params, state, average), info
+
+    def _chunk(self, carry: Carry, data, indices, first, length, keys):
+        """Up to CHUNK steps. Their number is data, so that one compilation does."""
+
+        def take(k: jax.Array, carry: Carry) -> tuple[Carry, dict]:
+            return self._step(carry, data, indices[k], keys, first + k)
+
+        def body(k: jax.Array, both: tuple[Carry, dict]) -> tuple[Carry, dict]:
+            carry, info = take(k, both[0])
+            return carry, jax.tree.map(lambda log, x: log.at[k].set(x), both[1], info)
+
+        _, shapes = jax.eval_shape(take, jnp.int32(0), carry)
+        logs = jax.tree.map(lambda s: jnp.zeros((CHUNK, *s.shape), s.dtype), shapes)
+        return jax.lax.fori_loop(0, length, body, (carry, logs))
+
+    def _indices(self, start: int, length: int) -> np.ndarray:
+        """Rows of the data for each step and seed: every epoch a fresh shuffle."""
+        shape = (length, len(self.seeds), self.batch_size)
+        if not self._rows:
+            return np.zeros((*shape[:2], 0), np.int32)
+        per_epoch = self._rows // self.batch_size
+        indices = np.empty(shape, np.int32)
+        for k, step in enumerate(range(start, start + length)):
+            epoch, place = divmod(step, per_epoch)
+            first = place * self.batch_size
+            for j, seed in enumerate(self.seeds):
+                order = _shuffle(seed, epoch, self._rows)
+                indices[k, j] = order[first : first + self.batch_size]
+        return indices
+
+
+class _Evaluator:
+    """Mean losses and accuracy over the data, a slice at a time, for stacked seeds."""
+
+    def __init__(self, workload: Workload, fast: bool):
+        self._workload = workload
+        self._sets: dict[str, tuple[PyTree, int]] = {}
+        if workload.data is not None:
+            rows = len(jax.tree.leaves(workload.data.train)[0])
+            rows = rows if fast else min(rows, _EXAMPLES_ON_CPU)
+            train = jax.tree.map(lambda x: jnp.asarray(x[:rows]), workload.data.train)
+            test_rows = len(jax.tree.leaves(workload.data.test)[0])
+            test = jax.tree.map(jnp.asarray, workload.data.test)
+            self._sets = {"train": (train, rows), "test": (test, test_rows)}
+        self._sums = jax.jit(jax.vmap(self._slice_sums, (0, None)))
+
+    def __call__(self, params: PyTree) -> dict[str, np.ndarray]:
+        workload, results = self._workload, {}
+        if workload.objective is not None:
+            results["train_loss"] = np.asarray(jax.vmap(workload.objective)(params))
+        for name, (data, rows) in self._sets.items():
+            total = None
+            for part in _slices(data, rows):
+                sums = self._sums(params, part)
+                total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+            assert total is not None
+            for what, value in total.items():
+                results[f"{name}_{what}"] = np.asarray(value) / rows
+        return results
+
+    def _slice_sums(self, params: PyTree, batch: PyTree) -> dict[str, jax.Array]:
+        sums = {"loss": jnp.sum(self._workload.losses(params, batch))}
+        if self._workload.correct is not None:
+            sums["accuracy"] = jnp.sum(self._workload.correct(params, batch) * 1.0)
+        return sums
+
+
+def _slices(data: PyTree, rows: int):
+    for first in range(0, rows, _SLICE):
+        yield jax.tree.map(lambda x, first=first: x[first : first + _SLICE], data)
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffle(seed: int, epoch: int, rows: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows).astype(np.int32)
+
+
+def _unstacked(one: Callable) -> Callable:
+    """A step on a single seed without mapping, which convolutions would pay for."""
+
+    def step(carry: Carry, data, indices, keys, number) -> tuple[Carry, dict]:
+        first = jax.tree.map(lambda x: x[0], carry)
+        carry, info = one(first, data, indices[0], keys[0], number)
+        return jax.tree.map(lambda x: x[None], (carry, info))
+
+    return step
+
+
+def _each_seed(function: Callable, seeds: int) -> Callable:
+    """Apply a function to each seed in turn, for what cannot be mapped."""
+
+    def apply(*stacked: PyTree) -> PyTree:
+        results = [
+            function(*jax.tree.map(lambda x, k=k: x[k], stacked)) for k in range(seeds)
+        ]
+        return jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+    return apply
