@@ -69,7 +69,8 @@ def folder(out: Path, run: dict) -> Path:
 
 
 def train_one(run: dict, data: str, out: Path) -> None:
-    from meka.lab.runfolder import RunConfig, is_run
+    from meka.lab.config import RunConfig
+    from meka.lab.runfolder import is_run
     from meka.lab.train import train
 
     steps = run.get("steps") or STEPS[run["workload"]]

@@ -1,33 +1,42 @@
 """Train neural networks without tuning the optimizer.
 
-step = jax.jit(meka.make_step(losses, optimizer := meka.adameka()))
-state = optimizer.init(params)
-params, state, info = step(params, state, batch)
+    optimizer = meka.adameka()
+    step = jax.jit(meka.make_step(losses, optimizer))
+    state = optimizer.init(params)
+    params, state, info = step(params, state, batch)
+
+The names below are imported when first used, so that the command line can answer
+``--help`` without loading jax.
 """
 
-from meka.checks import check_independent
-from meka.direction import adam_style, steepest
-from meka.gaussian import Gaussian, Moments, correct, predict
-from meka.improvement import (
-    ImprovementModel,
-    constant,
-    expected_improvement,
-    probability_of_improvement,
-    quadratic,
-    scaled,
-    switch,
-)
-from meka.observe import (
-    Observation,
-    difference,
-    hessian_at_current,
-    hessian_at_previous,
-    observe,
-    per_example,
-)
-from meka.optimizer import Info, State, adameka, find_state, meka, scale_by_meka
-from meka.probe import Probe, Scene, current, curve, lagged
-from meka.training import make_step
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meka.checks import check_independent
+    from meka.direction import adam_style, steepest
+    from meka.gaussian import Gaussian, Moments, correct, predict
+    from meka.improvement import (
+        ImprovementModel,
+        constant,
+        expected_improvement,
+        probability_of_improvement,
+        quadratic,
+        scaled,
+        switch,
+    )
+    from meka.observation import (
+        Observation,
+        difference,
+        hessian_at_current,
+        hessian_at_previous,
+        observe,
+        per_example,
+    )
+    from meka.optimizer import adameka, meka, scale_by_meka
+    from meka.probe import Probe, Scene, current, curve, lagged
+    from meka.state import Info, State, find_state
+    from meka.training import make_step
 
 __version__ = "0.1.0"
 
@@ -65,3 +74,30 @@ __all__ = [
     "steepest",
     "switch",
 ]
+
+# No public name is the name of a module, or importing that module would hide it.
+_MODULES = (
+    "checks",
+    "direction",
+    "gaussian",
+    "improvement",
+    "observation",
+    "optimizer",
+    "probe",
+    "state",
+    "training",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _MODULES:
+            found = importlib.import_module(f"meka.{module}")
+            if name in vars(found):
+                globals()[name] = vars(found)[name]
+                return globals()[name]
+    raise AttributeError(f"module 'meka' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """The algorithm: one `update` that reads like the paper's Algorithm 1."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import optax
 
 from meka import tree
 from meka.average import Average
-from meka.checks import check_params
 from meka.direction import Direction, adam_style, steepest
 from meka.gaussian import (
     Gaussian,
@@ -20,57 +18,10 @@ from meka.gaussian import (
     quadratic_form,
 )
 from meka.improvement import ImprovementModel, Rule, probability_of_improvement
-from meka.observe import Observation
+from meka.observation import Observation
 from meka.probe import Probe, Scene
+from meka.state import Info, State, initial_state
 from meka.tree import Array, PyTree
-
-# Before any curvature is known, a step of this length, relative to the parameters,
-# is taken to measure it (only the lagged probe ever needs to).
-_MEASURING_STEP = 1e-4
-
-
-class Info(NamedTuple):
-    """One step in numbers for a person to read; all are scalars."""
-
-    step_size: Array
-    gain: Array  # of the gradient filter, averaged over coordinates
-    value: Array  # filtered loss u
-    value_variance: Array  # s
-    observed: Array  # loss of this minibatch, y
-    observed_variance: Array  # r, averaged over time
-    gradient_norm: Array  # |m|
-    gradient_variance: Array  # P, averaged over coordinates
-    gradient_noise: Array  # Sigma, averaged over coordinates and time
-    change_noise: Array  # Q, averaged over coordinates
-    model_error: Array  # lambda
-    innovation: Array  # (y - prediction)² over its expectation; near 1 is healthy
-    gradient_innovation: Array  # |g - prediction|² over its expectation
-    slope: Array  # as probed at this step
-    curvature: Array
-    model: ImprovementModel  # averaged, what the rule decided from
-    improvement_probability: Array
-    predicted_change: Array
-    direction_norm: Array
-    displacement_norm: Array  # of the step before, as it was applied
-    noise_scale: Array  # examples at which gradient noise equals gradient
-    suspect: Array  # example with a non-finite loss in the last rejected step, or -1
-    accepted: Array  # whether this step was taken
-    rejected: Array  # how many were not, so far
-
-
-class State(NamedTuple):
-    """What the next step needs: two parameter-sized buffers and scalars."""
-
-    count: Array
-    value: Gaussian
-    gradient: Gaussian
-    previous_params: PyTree
-    value_noise: Average
-    gradient_noise: Average
-    model: Average
-    direction_norm: Array
-    measuring_length: Array
-    info: Info
 
 
 def scale_by_meka(
@@ -105,7 +56,7 @@ def scale_by_meka(
     _check_options(value_decay, noise_decay, model_decay, third_order, prior_variance)
 
     def init(params: PyTree) -> State:
-        return _init(params, diagonal, prior_variance)
+        return initial_state(params, diagonal=diagonal, prior_variance=prior_variance)
 
     def update(
         updates: PyTree,
@@ -228,76 +179,6 @@ def adameka(
     return optax.chain(
         scale_by_meka(rule, adam_style(epsilon), **options), optax.scale(-1.0)
     )
-
-
-def find_state(state: PyTree) -> State:
-    """The `State` of meka inside the state of any optax chain."""
-    leaves = jax.tree.leaves(state, is_leaf=_is_ours)
-    found = [x for x in leaves if isinstance(x, State)]
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one meka optimizer in the optimizer state, found {len(found)}: "
-            "chain exactly one of meka.meka, meka.adameka, meka.scale_by_meka"
-        )
-    return found[0]
-
-
-def replace_info(state: PyTree, info: Info) -> PyTree:
-    """The state of an optax chain with another `Info` in it."""
-
-    def swap(x: PyTree) -> PyTree:
-        return x._replace(info=info) if isinstance(x, State) else x
-
-    return jax.tree.map(swap, state, is_leaf=_is_ours)
-
-
-def _is_ours(x: object) -> bool:
-    return isinstance(x, State)
-
-
-def _init(params: PyTree, diagonal: bool, prior_variance: float) -> State:
-    # optax itself asks for the state of no parameters, as in optax.tree.map_params.
-    check_params(params, allow_empty=True)
-    dtype = tree.scalar_dtype(params)
-    zero = jnp.zeros((), dtype)
-    unknown = jnp.full((), prior_variance, dtype)
-    mean = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=tree.wide(x)), params)
-    noise, variance = zero, unknown
-    if diagonal:
-        noise = mean
-        variance = jax.tree.map(lambda x: jnp.full_like(x, prior_variance), mean)
-    empty = ImprovementModel(zero, zero, zero, zero, zero, zero, ())
-    previous = jax.tree.map(_concrete, params)
-    length = _MEASURING_STEP * (1 + jnp.sqrt(tree.square(previous)))
-    count = jnp.zeros((), jnp.int32)
-    others = {
-        "model": empty._replace(step=count),
-        "suspect": jnp.full((), -1, jnp.int32),
-        "accepted": jnp.zeros((), bool),
-        "rejected": count,
-    }
-    info = Info(**{**dict.fromkeys(Info._fields, zero), **others})
-    state = State(
-        count=count,
-        value=Gaussian(zero, unknown),
-        gradient=Gaussian(mean, variance),
-        previous_params=previous,
-        value_noise=Average.like(zero),
-        gradient_noise=Average.like(noise),
-        model=Average.like(empty),
-        direction_norm=zero,
-        measuring_length=length.astype(dtype),
-        info=info,
-    )
-    # Every leaf a buffer of its own, so that parameters and state can be donated.
-    return jax.tree.map(jnp.copy, state)
-
-
-def _concrete(x: Array) -> Array:
-    # A mere shape has no value to start from.
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, x.dtype)
-    return x
 
 
 def _filter_value(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from meka import moments, tree
 from meka.checks import check_batch, check_losses
 from meka.gaussian import Gaussian, Moments, quadratic_form
-from meka.observe import Losses, Observation
+from meka.observation import Losses, Observation
 from meka.tree import Array, PyTree
 
 Curve: TypeAlias = Callable[[PyTree], tuple[Moments, Moments]]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
-from meka.observe import Losses, Transport, hessian_at_current, observe
-from meka.optimizer import Info, find_state, replace_info
+from meka.observation import Losses, Transport, hessian_at_current, observe
 from meka.probe import ProbeFunction, current, curve
+from meka.state import Info, find_state, replace_info
 from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]

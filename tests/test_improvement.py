@@ -72,12 +72,12 @@ expected_improvement = jax.jit(jax.vmap(meka.expected_improvement))
 
 def model(*coefficients: float, dtype=jnp.float32, step: int = 0) -> ImprovementModel:
     six = [jnp.asarray(x, dtype) for x in (*coefficients, 0.0)[:6]]
-    return ImprovementModel(*six, jnp.asarray(step, jnp.int32))
+    return ImprovementModel._make([*six, jnp.asarray(step, jnp.int32)])
 
 
 def steps_of(rule: Callable, c: Coefficients) -> np.ndarray:
     count = jnp.zeros(len(c.slope), jnp.int32)
-    steps = rule(ImprovementModel(*map(jnp.asarray, c), count))
+    steps = rule(ImprovementModel._make([*map(jnp.asarray, c), count]))
     assert steps.dtype == c.slope.dtype
     return np.asarray(steps, np.float64)
 

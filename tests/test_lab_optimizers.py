@@ -133,15 +133,12 @@ def test_table_has_everyone():
 
 
 def test_reading_and_checking_the_table_imports_no_jax():
-    script = f"""
-import importlib.util, sys
-# Alone, so that this says nothing of what else the package imports.
-spec = importlib.util.spec_from_file_location("table", {optimizers.__file__!r})
-table = sys.modules["table"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(table)
-table.check("meka", options={{"groups": 4}})
-assert table.TABLE["adam"].options
-assert not {{"jax", "optax", "numpy", "meka"}} & set(sys.modules)
+    script = """
+import sys
+from meka.lab import optimizers
+optimizers.check("meka", options={"groups": 4})
+assert optimizers.TABLE["adam"].options
+assert not {"jax", "optax", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

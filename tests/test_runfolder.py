@@ -18,15 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meka.lab import events, runfolder
-from meka.lab.runfolder import (
-    ConfigError,
-    MetricsError,
-    RunConfig,
-    RunError,
-    RunFolder,
-    RunLocked,
-)
+from meka.lab import events, metrics, runfolder
+from meka.lab.config import ConfigError, RunConfig
+from meka.lab.metrics import MetricsError
+from meka.lab.runfolder import RunError, RunFolder, RunLocked
 
 CONFIG = RunConfig(workload="digits", optimizer="adam", steps=10)
 
@@ -241,7 +236,7 @@ def test_values_come_back(run):
     assert text.count("\n") == 1
     assert '"float32":0.1,' in text  # not 0.10000000149011612
     json.loads(text, parse_constant=pytest.fail)  # strict JSON
-    (read,) = runfolder.read_metrics(run.path)
+    (read,) = metrics.read_metrics(run.path)
     assert list(read) == list(written)
     assert math.isnan(read.pop("nan"))
     array = read.pop("array")
@@ -265,8 +260,8 @@ def test_values_come_back(run):
 @settings(max_examples=100, deadline=None)
 @given(st.floats(width=32))
 def test_float32_is_exact_and_short(number):
-    encoded = runfolder._encoded({"kind": "step", "step": 1, "x": np.float32(number)})
-    value = runfolder._decoded(json.loads(encoded)["x"])
+    encoded = metrics.encoded({"kind": "step", "step": 1, "x": np.float32(number)})
+    value = metrics._decoded(json.loads(encoded)["x"])
     assert np.float32(value).tobytes() == np.float32(number).tobytes() or math.isnan(
         number
     )
@@ -278,7 +273,7 @@ def test_float32_is_exact_and_short(number):
 def test_records_without_kind_or_step_are_refused(run, record):
     with pytest.raises(ValueError, match="needs a kind"):
         run.append([*records([1]), record])
-    assert runfolder.read_metrics(run.path) == []
+    assert metrics.read_metrics(run.path) == []
     with pytest.raises(TypeError, match="must be a number"):
         run.append(records([1], odd=object()))
 
@@ -291,7 +286,7 @@ def test_torn_last_line_at_every_byte(run):
     whole = (run.path / "metrics.jsonl").read_bytes()
     for cut in range(len(kept), len(whole)):
         (run.path / "metrics.jsonl").write_bytes(whole[:cut])
-        assert [each["step"] for each in runfolder.read_metrics(run.path)] == [1, 2]
+        assert [each["step"] for each in metrics.read_metrics(run.path)] == [1, 2]
     for cut in (len(kept) + 1, len(whole) - 1):
         (run.path / "metrics.jsonl").write_bytes(whole[:cut])
         with RunFolder.resume(run.path) as resumed:
@@ -323,7 +318,7 @@ def test_corrupt_middle_line_is_named(run, line):
     with open(run.path / "metrics.jsonl", "ab") as file:
         file.write(line + b"\n")
     run.append(records([2]))
-    for read in (runfolder.read_metrics, runfolder.columns):
+    for read in (metrics.read_metrics, metrics.columns):
         with pytest.raises(MetricsError, match=r"metrics\.jsonl, line 2 is not"):
             read(run.path)
     before = (run.path / "metrics.jsonl").read_bytes()
@@ -338,7 +333,7 @@ def test_reader_survives_any_bytes(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("fuzz") / "metrics.jsonl"
     path.write_bytes(b'{"kind":"step","step":1}\n' + data)
     try:
-        first = runfolder.read_metrics(path)[0]
+        first = metrics.read_metrics(path)[0]
     except MetricsError:
         return
     assert first == {"kind": "step", "step": 1}
@@ -353,7 +348,7 @@ def test_resume_leaves_no_duplicate_and_no_gap(run):
     assert (run.path / "metrics.jsonl").read_bytes() == whole
     assert run.truncate_after(3) == 0
     run.append(records([4]))
-    assert [r["step"] for r in runfolder.read_metrics(run.path)] == [1, 2, 3, 3, 4]
+    assert [r["step"] for r in metrics.read_metrics(run.path)] == [1, 2, 3, 3, 4]
     assert run.truncate_after(0) == 5
     assert (run.path / "metrics.jsonl").read_bytes() == b""
 
@@ -363,7 +358,7 @@ def test_truncation_of_seeds_run_one_after_another(run):
         run.append(records([1, 2, 3, 4], seed=seed))
     assert run.truncate_after(2) == 4
     run.append(records([3], seed=1))
-    steps = [(r["seed"], r["step"]) for r in runfolder.read_metrics(run.path)]
+    steps = [(r["seed"], r["step"]) for r in metrics.read_metrics(run.path)]
     assert steps == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3)]
 
 
@@ -371,15 +366,15 @@ def test_columns(run):
     run.append(records([1, 2], note="a"))
     run.append([{"kind": "step", "step": 3, "gain": 0.5, "seeds": [1.0, 2.0]}])
     run.append([{"kind": "eval", "step": 3, "accuracy": 0.9}])
-    step = runfolder.columns(run.path)
+    step = metrics.columns(run.path)
     assert set(step) == {"step", "loss", "note", "gain", "seeds"}
     assert step["step"].tolist() == [1, 2, 3]
     np.testing.assert_array_equal(step["loss"], [1.0, 0.5, np.nan])
     np.testing.assert_array_equal(step["gain"], [np.nan, np.nan, 0.5])
     np.testing.assert_array_equal(step["seeds"], [[np.nan] * 2] * 2 + [[1, 2]])
     assert step["note"].tolist() == ["a", "a", None]
-    assert runfolder.columns(run.path, "eval")["accuracy"].tolist() == [0.9]
-    assert runfolder.columns(run.path, "none") == {}
+    assert metrics.columns(run.path, "eval")["accuracy"].tolist() == [0.9]
+    assert metrics.columns(run.path, "none") == {}
 
 
 def test_full_disk_leaves_whole_lines(run):

@@ -15,7 +15,7 @@ import tyro
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meka.lab.runfolder import RunConfig
+    from meka.lab.config import RunConfig
 
 _USAGE = 2  # exit code for a request that was refused
 _STOPPED = 3  # exit code for a run that could not go on
@@ -64,8 +64,9 @@ class Train:
     def run(self, console: Console) -> int:
         """Train."""
         from meka.lab import progress, report, workloads
+        from meka.lab.config import RunConfig
         from meka.lab.history import read
-        from meka.lab.runfolder import RunConfig, is_run, read_config
+        from meka.lab.runfolder import is_run, read_config
         from meka.lab.train import train
 
         name = self.workload.replace("/", "_").replace(":", "-").replace(".py", "")

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from meka.lab import history, optimizers, workloads
+from meka.lab.config import ConfigError, RunConfig
 from meka.lab.history import History
-from meka.lab.runfolder import ConfigError, RunConfig, is_run
+from meka.lab.runfolder import is_run
 from meka.lab.train import Watcher, train
 
 DEFAULT_OPTIMIZERS = ("meka", "adameka", "adam", "momentum")

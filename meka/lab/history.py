@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meka.lab.runfolder import RunConfig, RunError, columns, read_config
+from meka.lab.config import RunConfig
+from meka.lab.metrics import columns
+from meka.lab.runfolder import RunError, read_config
 from meka.lab.train import TIMING
 
 

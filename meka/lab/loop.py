@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meka.lab.optimizers import Method
+from meka.lab.methods import Method
 from meka.lab.workloads import Workload
 
 PyTree = Any

@@ -1,9 +1,8 @@
 """The optimizers of the bench: one table of names, grids and builders.
 
 `TABLE` can be read, and a choice checked, without importing jax; `make` builds what the
-training loop drives. A row is a builder, whose keyword-only parameters are the options
-a user may give, and the grid it is tuned over: the paper's (App. F) for its own
-baselines, nothing for what tunes itself.
+training loop drives. A row is a builder from `meka.lab.methods`, and the grid it is
+tuned over: the paper's (App. F) for its own baselines, nothing for what tunes itself.
 
 Rivals run at their published defaults. They log their loss, and their step size where
 they have a single one, and nothing that would cost them time.
@@ -15,18 +14,14 @@ import difflib
 import functools
 import inspect
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-PyTree = Any
-Losses = Callable[[PyTree, PyTree], Any]
-Rate = Callable[[Any], Any]
-Transport = Literal["hessian_at_current", "hessian_at_previous", "difference"]
-ProbeName = Literal["current", "lagged"]
+from meka.lab import methods
+from meka.lab.methods import Losses, Method, Plan
 
 SCHEDULES = ("constant", "linear", "cosine")
 """Shapes of the learning rate over a run; the last two decay to zero."""
@@ -34,57 +29,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 class OptimizerError(ValueError):
     """An optimizer was asked for that does not exist, or not like this."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """An optimizer as the training loop drives it. All functions are pure.
-
-    Attributes:
-        init: state from parameters.
-        step: parameters, state and a minibatch to new parameters, new state and scalars
-            to log, among them "loss", the mean over the minibatch.
-        evaluate: the parameters to evaluate, from parameters and state.
-        refresh_every: steps between calls of ``refresh``, the first before step one.
-        refresh: new state from parameters, state and a function that takes parameters
-            to the gradient of the loss over the whole training set.
-    """
-
-    init: Callable[[PyTree], PyTree]
-    step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, dict[str, Any]]]
-    evaluate: Callable[[PyTree, PyTree], PyTree]
-    refresh_every: int | None = None
-    refresh: Callable[[PyTree, PyTree, Callable[[PyTree], PyTree]], PyTree] | None = (
-        None
-    )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a builder may know about the run."""
-
-    steps: int
-    learning_rate: float | None
-    schedule: str
-    steps_per_epoch: int | None = None
-
-    def rate(self, warmup: int = 0) -> Rate:
-        """Return the learning rate, by the number of steps done; 1 if there is none."""
-        import jax.numpy as jnp
-        import optax
-
-        peak = 1.0 if self.learning_rate is None else self.learning_rate
-        rest = max(self.steps - warmup, 1)
-        shape = {
-            "constant": optax.constant_schedule(peak),
-            "linear": optax.linear_schedule(peak, 0.0, rest),
-            "cosine": optax.cosine_decay_schedule(peak, rest),
-        }[self.schedule]
-        if warmup:
-            rise = optax.linear_schedule(peak / warmup, peak, warmup)
-            shape = optax.join_schedules([rise, shape], [warmup])
-        # Compiled, the end of a decay may come out a rounding error below zero.
-        return lambda count: jnp.maximum(shape(count), 0.0)
 
 
 @dataclass(frozen=True)
@@ -220,252 +164,6 @@ def _check_number(name: str, value: Any, kind: type) -> None:
         raise OptimizerError(f"{name} must be finite and not negative, not {value!r}")
 
 
-# Driving optax ------------------------------------------------------------------------
-
-
-class Driven(NamedTuple):
-    """State of an optax optimizer, and how many steps it has done."""
-
-    count: Any
-    inner: Any
-
-
-def _drive(
-    losses: Losses,
-    optimizer: Any,
-    step_size: Callable[[Any, Any], Any] | None = None,
-    evaluate: Callable[[PyTree, PyTree], PyTree] | None = None,
-) -> Method:
-    """Make an optax optimizer a `Method`.
-
-    ``step_size(count, state)`` is the step size to log, of the state after the step.
-    """
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    optimizer = optax.with_extra_args_support(optimizer)
-
-    def init(params: PyTree) -> Driven:
-        # Copies, because some keep the first parameters: those and the parameters must
-        # not share a buffer if both are donated. The dtype makes them strongly typed.
-        state = jax.tree.map(
-            lambda x: jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True),
-            optimizer.init(params),
-        )
-        return Driven(jnp.zeros((), jnp.int32), state)
-
-    def step(
-        params: PyTree, state: Driven, batch: PyTree
-    ) -> tuple[PyTree, Driven, dict[str, Any]]:
-        value, gradient = jax.value_and_grad(
-            lambda params: jnp.mean(losses(params, batch))
-        )(params)
-        # optax mixes dtypes; a user who asks for strictness means their own code.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, inner = optimizer.update(
-                gradient, state.inner, params, value=value
-            )
-            params = optax.apply_updates(params, updates)
-            size = None if step_size is None else step_size(state.count, inner)
-        scalars = {"loss": value}
-        if size is not None:
-            scalars["step_size"] = jnp.asarray(size, jnp.float32)
-        return params, Driven(state.count + 1, inner), scalars
-
-    if evaluate is None:
-        return Method(init, step, _themselves)
-    return Method(init, step, lambda params, state: evaluate(params, state.inner))
-
-
-def _themselves(params: PyTree, state: PyTree) -> PyTree:
-    """Evaluate the parameters that are trained, as most optimizers do."""
-    del state
-    return params
-
-
-def _rival(
-    path: str,
-    step_size: Callable[[Any], Any] | None,
-    losses: Losses,
-    plan: Plan,
-    **options: Any,
-) -> Method:
-    """Build ``optax.<path>``. Its step size is the rate times ``step_size(state)``."""
-    import optax
-    import optax.contrib
-
-    rate = plan.rate()
-    optimizer = operator.attrgetter(path)(optax)(rate, **options)
-    measure = step_size and (lambda count, state: rate(count) * step_size(state))
-    return _drive(losses, optimizer, measure)
-
-
-def _mechanic(losses: Losses, plan: Plan) -> Method:
-    import optax
-    from optax import contrib
-
-    # It learns the scale of Adam's updates; the rate only gives them a shape in time.
-    rate = plan.rate()
-    optimizer = contrib.mechanize(optax.adam(rate))
-    return _drive(losses, optimizer, lambda count, state: rate(count) * state.s.sum())
-
-
-def _distance_over_gradients(state: Any) -> Any:
-    import optax
-
-    gradients = optax.tree.get(state, "sum_sq_norm_grads")
-    return optax.tree.get(state, "max_dist") / (gradients + 1e-8) ** 0.5
-
-
-def _distance_over_weighted_gradients(state: Any) -> Any:
-    import optax
-
-    gradients = optax.tree.get(state, "weighted_sq_norm_grads")
-    return optax.tree.get(state, "estim_sq_dist") / (gradients**0.5 + 1e-4)
-
-
-def _nadamw(
-    losses: Losses,
-    plan: Plan,
-    *,
-    weight_decay: float = 1e-4,
-    warmup_steps: int | None = None,
-) -> Method:
-    import optax
-
-    rate = plan.rate(plan.steps // 20 if warmup_steps is None else warmup_steps)
-    optimizer = optax.nadamw(rate, weight_decay=weight_decay)
-    return _drive(losses, optimizer, lambda count, _: rate(count))
-
-
-def _schedule_free_adamw(
-    losses: Losses,
-    plan: Plan,
-    *,
-    b1: float = 0.9,
-    weight_decay: float = 0.0,
-    warmup_steps: int | None = None,
-) -> Method:
-    from optax import contrib
-
-    warmup = plan.steps // 20 if warmup_steps is None else warmup_steps
-    rate = plan.rate(warmup)
-    optimizer = contrib.schedule_free_adamw(
-        plan.learning_rate or 0.0,
-        warmup_steps=warmup or None,
-        b1=b1,
-        weight_decay=weight_decay,
-    )
-    return _drive(
-        losses,
-        optimizer,
-        lambda count, _: rate(count),
-        lambda params, state: contrib.schedule_free_eval_params(state, params),
-    )
-
-
-def _svrg(losses: Losses, plan: Plan, *, refresh_every: int | None = None) -> Method:
-    import jax.numpy as jnp
-
-    from meka.lab import svrg
-
-    rate = plan.rate()
-
-    def step(
-        params: PyTree, state: svrg.SvrgState, batch: PyTree
-    ) -> tuple[PyTree, svrg.SvrgState, dict[str, Any]]:
-        step_size = jnp.asarray(rate(state.count), jnp.float32)
-        params, state, loss = svrg.step(losses, rate, params, state, batch)
-        return params, state, {"loss": loss, "step_size": step_size}
-
-    # A snapshot an epoch; where an epoch has no length, about as many as MNIST has.
-    every = refresh_every or plan.steps_per_epoch or 500
-    return Method(svrg.init, step, _themselves, every, svrg.refresh)
-
-
-# Ours ---------------------------------------------------------------------------------
-
-
-def _ours(
-    family: str,
-    rule: str,
-    losses: Losses,
-    plan: Plan,
-    *,
-    groups: int | None = None,
-    transport: Transport | None = None,
-    probe: ProbeName | None = None,
-    micro_batches: int | None = None,
-    scale: float = 1.0,
-    diagonal: bool | None = None,
-    decay: float | None = None,
-    value_decay: float | None = None,
-    noise_decay: float | None = None,
-    model_decay: float | None = None,
-    third_order: float | None = None,
-    prior_variance: float | None = None,
-) -> Method:
-    """Build meka or adameka. None leaves an option to the library's default."""
-    import meka
-
-    if rule == "constant":
-        chosen = meka.constant(plan.rate())
-    elif plan.schedule == "constant":
-        chosen = getattr(meka, rule)
-    else:
-        chosen = meka.scaled(getattr(meka, rule), plan.rate())
-    if scale != 1:
-        chosen = meka.scaled(chosen, scale)
-    optimizer = getattr(meka, family)(
-        rule=chosen,
-        **_given(
-            diagonal=diagonal,
-            value_decay=decay if value_decay is None else value_decay,
-            noise_decay=decay if noise_decay is None else noise_decay,
-            model_decay=decay if model_decay is None else model_decay,
-            third_order=third_order,
-            prior_variance=prior_variance,
-        ),
-    )
-    stepper = meka.make_step(
-        losses,
-        optimizer,
-        **_given(
-            groups=groups,
-            micro_batches=micro_batches,
-            transport=transport and getattr(meka, transport),
-            probe=probe and getattr(meka, probe),
-        ),
-    )
-
-    def step(
-        params: PyTree, state: PyTree, batch: PyTree
-    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
-        params, state, info = stepper(params, state, batch)
-        scalars = _scalars(info)
-        return params, state, {"loss": scalars.pop("observed"), **scalars}
-
-    return Method(optimizer.init, step, _themselves)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _scalars(info: Any, prefix: str = "") -> dict[str, Any]:
-    """The numbers of a NamedTuple by name, those of an inner one as ``outer.inner``."""
-    found: dict[str, Any] = {}
-    for name, value in info._asdict().items():
-        if hasattr(value, "_asdict"):
-            found |= _scalars(value, f"{prefix}{name}.")
-        elif hasattr(value, "dtype"):
-            found[prefix + name] = value
-    return found
-
-
-# The table ----------------------------------------------------------------------------
-
 _SGD = (0.001, 0.01, 0.1, 1.0)
 _ADAM = (0.0001, 0.001, 0.01, 0.1)
 
@@ -496,7 +194,7 @@ def _optax(
     **options: Any,
 ) -> Entry:
     """A row for ``optax.<path>``; ``options`` have the types of their defaults."""
-    build = functools.partial(_rival, path, step_size, **options)
+    build = functools.partial(methods.rival, path, step_size, **options)
     kinds = {option: type(value) for option, value in options.items()}
     return Entry(name, summary, grid, default, build, bool(grid), kinds)
 
@@ -515,7 +213,7 @@ def _family(
 ) -> list[Entry]:
     def row(suffix: str, rule: str, step: str) -> Entry:
         fixed = rule == "constant"
-        build = functools.partial(_ours, family, rule)
+        build = functools.partial(methods.ours, family, rule)
         summary = f"{words}; {step}"
         if not fixed:
             return _entry(family + suffix, summary, (), None, build)
@@ -542,10 +240,12 @@ _ROWS = (
         "NAdamW; warm-up over a twentieth of the run, then cosine",
         (0.0001, 0.001, 0.01),
         0.001,
-        _nadamw,
+        methods.nadamw,
         schedule="cosine",
     ),
-    _entry("svrg", "variance-reduced SGD, full gradient an epoch", _SGD, 0.1, _svrg),
+    _entry(
+        "svrg", "variance-reduced SGD, full gradient an epoch", _SGD, 0.1, methods.svrg
+    ),
     _optax("adadelta", "AdaDelta", (), 1.0, "adadelta", rho=0.95, eps=1e-6),
     _optax(
         "prodigy",
@@ -571,7 +271,7 @@ _ROWS = (
         (),
         1.0,
         "contrib.dog",
-        _distance_over_gradients,
+        methods.distance_over_gradients,
     ),
     _optax(
         "dowg",
@@ -579,9 +279,9 @@ _ROWS = (
         (),
         1.0,
         "contrib.dowg",
-        _distance_over_weighted_gradients,
+        methods.distance_over_weighted_gradients,
     ),
-    _entry("mechanic", "Mechanic: learns the scale of Adam", (), 1.0, _mechanic),
+    _entry("mechanic", "Mechanic: learns the scale of Adam", (), 1.0, methods.mechanic),
     _optax(
         "momo",
         "momentum with Polyak-type steps, for losses bounded by zero",
@@ -603,7 +303,7 @@ _ROWS = (
         "Schedule-Free AdamW, warmed up and evaluated at its average",
         (),
         0.0025,
-        _schedule_free_adamw,
+        methods.schedule_free_adamw,
         schedules=("constant",),
     ),
 )

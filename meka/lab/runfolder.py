@@ -8,33 +8,25 @@
     checkpoints/       see `meka.lab.checkpoint`
     run.lock           held (flock) by the one process that may write here
 
-Metrics are strict JSON. Non-finite numbers, which JSON lacks, are the strings "nan",
-"inf" and "-inf", and become numbers again on reading. A record has at least ``kind``
-("step", "eval", ...) and ``step``. Since a batch of records is one write, a crash can
-tear only the last line; readers drop it, and `RunFolder.resume` cuts it off.
+A crash can tear only the last line of the metrics; `RunFolder.resume` cuts it off.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import fcntl
 import json
-import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from meka.lab import optimizers
 from meka.lab.checkpoint import replace_file, sync_directory, what_to_do
+from meka.lab.config import RunConfig
+from meka.lab.metrics import METRICS, encoded, lines
 
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
+CONFIG, ENVIRONMENT = "config.json", "environment.json"
 LOCK, CHECKPOINTS = "run.lock", "checkpoints"
 
 
@@ -45,138 +37,6 @@ class RunError(RuntimeError):
 class RunLocked(RunError):
     """Another process is writing to the run folder."""
 
-
-class ConfigError(ValueError):
-    """A configuration was refused; nothing has been written."""
-
-
-class MetricsError(RunError):
-    """A line of metrics.jsonl, other than a torn last one, cannot be read."""
-
-
-# Configuration ------------------------------------------------------------------------
-
-
-_AT_LEAST_ONE = (
-    "steps",
-    "seeds",
-    "batch_size",
-    "eval_every",
-    "checkpoint_every",
-    "max_rejected",
-)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """All that determines a run. Checked when made, so a bad one never exists.
-
-    Attributes:
-        workload: name of the problem, or ``file.py:name``.
-        optimizer: a name of `meka.lab.optimizers.TABLE`.
-        steps: how many steps to train.
-        seed: the first random seed.
-        seeds: how many seeds to run, counting up from ``seed``.
-        batch_size: examples a step; None for the workload's own.
-        learning_rate: None for the optimizer's default.
-        schedule: a name of `meka.lab.optimizers.SCHEDULES`; None for the optimizer's.
-        options: further options of the optimizer.
-        eval_every: steps between evaluations.
-        checkpoint_every: steps between checkpoints.
-        data_dir: folder of the data; None for the cache.
-        average: also keep and evaluate an average of the iterates.
-        max_rejected: stop after this many rejected steps in a row.
-    """
-
-    workload: str
-    optimizer: str
-    steps: int
-    seed: int = 0
-    seeds: int = 1
-    batch_size: int | None = None
-    learning_rate: float | None = None
-    schedule: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    eval_every: int = 100
-    checkpoint_every: int = 1000
-    data_dir: str | None = None
-    average: bool = False
-    max_rejected: int = 25
-
-    def __post_init__(self) -> None:
-        for name in ("workload", "optimizer"):
-            _expect(name, getattr(self, name), str, "text")
-            if not getattr(self, name):
-                raise ConfigError(f"{name} must not be empty")
-        for name in ("schedule", "data_dir"):
-            if getattr(self, name) is not None:
-                _expect(name, getattr(self, name), str, "text")
-        for name in _AT_LEAST_ONE:
-            if name != "batch_size" or self.batch_size is not None:
-                _expect_integer(name, getattr(self, name), at_least=1)
-        _expect("average", self.average, bool, "true or false")
-        _expect_integer("seed", self.seed, at_least=0)
-        _expect("options", self.options, dict, "a table of names and values")
-        try:
-            optimizers.check(
-                self.optimizer,
-                learning_rate=self.learning_rate,
-                schedule=self.schedule,
-                options=self.options,
-            )
-        except optimizers.OptimizerError as error:
-            raise ConfigError(str(error)) from error
-        # What config.json cannot give back as it was would make a resumed run another.
-        if _json_round_trip(self.options) != self.options:
-            raise ConfigError(
-                f"options must be plain JSON values (text, numbers, true, false, null, "
-                f"lists, tables), not {self.options!r}"
-            )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Read a configuration, refusing unknown and missing keys by name."""
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"a configuration is a table, not {values!r}")
-        known = {each.name: each for each in dataclasses.fields(cls)}
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"unknown configuration key {key!r}{hint} "
-                    f"(known: {', '.join(known)})"
-                )
-        for key in ("workload", "optimizer", "steps"):
-            if key not in values:
-                raise ConfigError(f"the configuration has no {key!r}")
-        return cls(**dict(values))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain values; the inverse of `from_dict`."""
-        return dataclasses.asdict(self)
-
-
-def _expect(name: str, value: Any, kind: type, words: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {words}, not {value!r}")
-
-
-def _expect_integer(name: str, value: Any, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if value < at_least:
-        raise ConfigError(f"{name} must be at least {at_least}, not {value}")
-
-
-def _json_round_trip(value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return None
-
-
-# Environment --------------------------------------------------------------------------
 
 _PACKAGES = ("meka", "jax", "jaxlib", "optax", "numpy")
 
@@ -217,128 +77,6 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         for name, value in now.items()
         if name != "python" and before.get(name) != value
     ]
-
-
-# Metrics ------------------------------------------------------------------------------
-
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run folder (or of a metrics file), a line at a time."""
-    for record, _ in _lines(_metrics_file(path)):
-        yield record
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a run folder (or of a metrics file).
-
-    A torn last line is dropped: it is what a crash leaves, or a run that is writing.
-
-    Raises:
-        MetricsError: any other line is not a record; names the line.
-    """
-    return list(iterate_metrics(path))
-
-
-def columns(path: Path, kind: str = "step") -> dict[str, np.ndarray]:
-    """Return the records of one kind as arrays by name, for plots.
-
-    A number missing from some records is NaN there. Values that are lists, all of one
-    length, give two-dimensional arrays; text gives arrays of objects.
-    """
-    records = [record for record in iterate_metrics(path) if record["kind"] == kind]
-    names = dict.fromkeys(name for record in records for name in record)
-    names.pop("kind", None)
-    return {name: _column([each.get(name) for each in records]) for name in names}
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if any(isinstance(value, str | dict) for value in values):
-        return np.array(values, dtype=object)
-    shaped = next((value for value in values if value is not None), None)
-    missing = [math.nan] * len(shaped) if isinstance(shaped, list) else math.nan
-    return np.array([missing if value is None else value for value in values])
-
-
-def _metrics_file(path: Path) -> Path:
-    return path / METRICS if path.is_dir() else path
-
-
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole record with the offset at which its line ends."""
-    end = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            end += len(line)
-            try:
-                record = json.loads(line.decode(), parse_constant=_refuse_constant)
-                record = {name: _decoded(value) for name, value in record.items()}
-                if (
-                    not isinstance(record["kind"], str)
-                    or type(record["step"]) is not int
-                ):
-                    raise ValueError("kind must be text and step a whole number")
-            except (AttributeError, KeyError, ValueError, RecursionError) as error:
-                raise MetricsError(
-                    f"{path}, line {number} is not a record ({error!r}). The file was "
-                    f"changed or damaged; restore it, or delete that line by hand"
-                ) from error
-            yield record, end
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    return [_decoded(each) for each in value] if isinstance(value, list) else value
-
-
-def _encoded(record: dict[str, Any]) -> str:
-    if not isinstance(record.get("kind"), str) or type(record.get("step")) is not int:
-        raise ValueError(f"a record needs a kind (text) and a step (int): {record!r}")
-    try:
-        return _dumps(record)
-    except ValueError:  # something is not finite; rare, so the other way stays fast
-        return _dumps({name: _named(value) for name, value in record.items()})
-
-
-def _dumps(record: dict[str, Any]) -> str:
-    return json.dumps(
-        record, allow_nan=False, separators=(",", ":"), default=_plain, sort_keys=False
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy or jax number, or an array of them, as Python numbers."""
-    if type(value) is np.float32:  # nearly all of them, so this first
-        return float(str(value))
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"a metric must be a number, text or a list, not {value!r}")
-    array = np.asarray(value)
-    if array.dtype.kind not in "fV" or array.dtype == np.float64:
-        return array.tolist()
-    # The shortest decimal that gives the same number in its own precision.
-    return [_plain(each) for each in array] if array.ndim else float(str(array[()]))
-
-
-def _named(value: Any) -> Any:
-    """Return non-finite numbers by name."""
-    if hasattr(value, "dtype"):
-        value = _plain(value)
-    if isinstance(value, list | tuple):
-        return [_named(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-# The folder ---------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -428,7 +166,7 @@ class RunFolder:
         Raises:
             RunError: the disk refused; the file is as it was before.
         """
-        data = "".join([_encoded(record) + "\n" for record in records]).encode()
+        data = "".join([encoded(record) + "\n" for record in records]).encode()
         size = os.fstat(self._metrics).st_size
         try:
             written = os.write(self._metrics, data)
@@ -451,7 +189,7 @@ class RunFolder:
         """
         path = self.path / METRICS
         kept, dropped, prefix, end = [], 0, 0, 0
-        for record, after in _lines(path):
+        for record, after in lines(path):
             if record["step"] > step:
                 dropped += 1
             else:

@@ -16,14 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from meka.lab import checkpoint, optimizers, workloads
+from meka.lab.config import RunConfig
 from meka.lab.loop import CHUNK, Carry, Loop
-from meka.lab.runfolder import RunConfig, RunFolder
+from meka.lab.metrics import iterate_metrics
+from meka.lab.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from meka.lab.events import EventWriter
 
 TIMING = "timing.jsonl"  # apart from the metrics, which are the same every time
 
@@ -141,16 +146,24 @@ class _Run:
             batch_size=config.batch_size,
             average=config.average,
         )
-        self.events = None
-        if events:
-            from meka.lab.events import EventWriter
-
-            self.events = EventWriter(folder.path)
+        self.events: EventWriter | None = None
+        self.wants_events = events
         self.rejected_in_a_row = np.zeros(config.seeds, int)
         self.rejected = np.zeros(config.seeds, int)
 
     def go(self, received: list[int]) -> None:
         carry, done = self._begin()
+        if self.wants_events:
+            from meka.lab.events import FOLDER, EventWriter
+
+            self.events = EventWriter(self.folder.path / FOLDER, resume_at=done)
+        try:
+            self._train(carry, done, received)
+        finally:
+            if self.events is not None:
+                self.events.close()
+
+    def _train(self, carry: Carry, done: int, received: list[int]) -> None:
         if done == 0:
             self._evaluate(carry, 0)
         while done < self.config.steps:
@@ -179,7 +192,7 @@ class _Run:
     def _begin(self) -> tuple[Carry, int]:
         carry = self.loop.start()
         last = -1
-        for record in self._records():
+        for record in iterate_metrics(self.folder.path):
             last = max(last, record["step"])
         found = checkpoint.latest(
             self.folder.checkpoints,
@@ -199,11 +212,6 @@ class _Run:
             self.rejected_in_a_row = np.asarray(rejected)
             self.rejected = np.asarray(found.extra["rejected"])
         return jax.tree.map(jax.numpy.asarray, found.tree), found.step
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        from meka.lab.runfolder import iterate_metrics
-
-        return iterate_metrics(self.folder.path)
 
     def _boundary(self, done: int) -> int:
         """Where the chunk that begins after ``done`` steps ends."""
