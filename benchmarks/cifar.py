@@ -1,6 +1,7 @@
 """Every optimizer of the bench on CIFAR-10, several at a time on one GPU.
 
     python -m benchmarks.cifar --data DIR --out DIR [--jobs 4] [--only cifar10-cnn]
+    python -m benchmarks.cifar --report DIR     # table and picture of DIR/results.json
 
 Each run is a run folder under OUT; results.json holds what the tables need, and is
 written anew after every run, so that an interrupted call loses nothing. Small networks
@@ -157,6 +158,70 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def markdown(results: list[dict]) -> str:
+    lines = []
+    for workload in STEPS:
+        found = [r for r in results if r["workload"] == workload]
+        found.sort(key=lambda r: -r["evals"]["test_accuracy"][-1])
+        lines += [
+            f"### {workload}",
+            "",
+            "| optimizer | rate | steps | train loss | test accuracy | averaged |",
+            "|---|---|---|---|---|---|",
+        ]
+        for r in found:
+            evals, rate = r["evals"], r["learning_rate"]
+            lines.append(
+                f"| {r['optimizer']} | {'–' if rate is None else f'{rate:g}'} | "
+                f"{r['reached']}/{r['steps']} | {evals['train_loss'][-1]:.3f} | "
+                f"{evals['test_accuracy'][-1]:.1%} | "
+                f"{evals['average_test_accuracy'][-1]:.1%} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(results: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
+    for (bars, curves), workload in zip(axes.T, STEPS, strict=True):
+        found = [r for r in results if r["workload"] == workload]
+        found.sort(key=lambda r: r["evals"]["test_accuracy"][-1])
+        names = [
+            r["optimizer"]
+            + ("" if r["optimizer"] not in RATES else f" {r['learning_rate']:g}")
+            + ("" if r["reached"] == r["steps"] else f" (step {r['reached']})")
+            for r in found
+        ]
+        colors = ["#D55E00" if "meka" in r["optimizer"] else "#9DB4C0" for r in found]
+        accuracy = [100 * r["evals"]["test_accuracy"][-1] for r in found]
+        drawn = bars.barh(names, accuracy, color=colors)
+        bars.bar_label(drawn, fmt="%.1f", padding=2, fontsize=8)
+        bars.set_xlim(min(accuracy) - 8, max(accuracy) + 4)
+        bars.set_title(f"{workload}: test accuracy, %", loc="left", fontweight="bold")
+        bars.tick_params(labelsize=8)
+        for r in found:
+            ours = "meka" in r["optimizer"]
+            curves.plot(
+                r["eval_step"],
+                r["evals"]["train_loss"],
+                color="#D55E00" if ours else "#9DB4C0",
+                linewidth=1.6 if ours else 0.9,
+                zorder=3 if ours else 2,
+            )
+        curves.set_yscale("log")
+        curves.set_xlabel("step")
+        curves.set_title("training loss; ours in orange", loc="left", fontweight="bold")
+        for axis in (bars, curves):
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
 def save(runs: list[dict], out: Path) -> list[dict]:
     results = collect(runs, out)
     (out / "results.json").write_text(json.dumps(results))
@@ -165,14 +230,23 @@ def save(runs: list[dict], out: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", type=Path)
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--only", choices=list(STEPS))
     parser.add_argument("--optimizers", nargs="*")
     parser.add_argument("--seconds", type=float, default=1e9, help="then stop and save")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.report:
+        results = json.loads((args.report / "results.json").read_text())
+        (args.report / "table.md").write_text(markdown(results))
+        draw(results, args.report / "cifar10.png")
+        print(markdown(results))
+        return
+    if not args.data or not args.out:
+        parser.error("--data and --out are needed to train")
     if args.one:
         train_one(json.loads(args.one), args.data, args.out)
         return

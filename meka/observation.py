@@ -248,7 +248,8 @@ def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         total, values = jax.lax.scan(piece, zero, (batch, weights))
         weight = jnp.sum(weights)
-        mean = tree.scale(1 / jnp.maximum(weight, 1), total)
+        share = jnp.maximum(weight, 1)
+        mean = jax.tree.map(lambda t: t / share.astype(t.dtype), total)
         return _summarise(moments.one_group, mean, weight, diagonal), values
 
     inner = whole_groups if groups >= micro_batches else pieces_of_a_group
