@@ -74,7 +74,7 @@ def scale_by_meka(
             tree.widen(params), tree.widen(state.previous_params)
         )
 
-        # Observe: noise is averaged over time (Alg. 1, lines 5-6).
+        # Observe: noise is averaged over time (MeanVarEMA of Alg. 1).
         value_noise = state.value_noise.add(observation.value.variance, value_decay)
         gradient_noise = state.gradient_noise.add(
             observation.gradient.variance, noise_decay

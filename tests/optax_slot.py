@@ -96,7 +96,7 @@ def contrib_tests(name: str) -> Selection:
 
 
 def sharding_tests(name: str) -> Selection:
-    """The tests of sharded states: ours as adam, and with diagonal variances as sgd."""
+    """The tests of sharded states: ours as adam, with diagonal variances as lion."""
 
     def squares(params: optax.Params) -> jax.Array:
         return optax.tree.norm(params, squared=True)
@@ -110,13 +110,13 @@ def sharding_tests(name: str) -> Selection:
         return adapt(OPTIMIZERS[name](diagonal=True), squares, diagonal=True)
 
     optax.adam = isotropic  # type: ignore[assignment]
-    optax.sgd = diagonal  # type: ignore[assignment]
+    optax.lion = diagonal  # type: ignore[assignment]
     module = importlib.import_module("optax._src.sharding_test")
     # These tests compare version numbers as strings and would skip themselves on
     # jax 0.10, which sorts before 0.7.2.
     jax.__version__ = "0.9.99"
     assert jax.device_count() == 8
-    return Selection(module, ("_adam", "_sgd"))
+    return Selection(module, ("_adam", "_lion"))
 
 
 def run(selection: Selection) -> dict[str, object]:

@@ -142,3 +142,15 @@ def test_links_in_documents_lead_somewhere(page: str) -> None:
             continue
         path = (here.parent / target.partition("#")[0]).resolve()
         assert path.exists(), f"{page} links to {target}"
+
+
+def test_the_paper_map_names_what_exists() -> None:
+    text = (ROOT / "docs/paper_map.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[([^\]]+)\]\((\.\./meka/\w+\.py)\)", text)
+    assert len(links) > 30
+    for label, target in links:
+        source = (ROOT / "docs" / target).read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", label):
+            known = rf"(def|class) {name}\b|^{name}\b"
+            found = re.search(known, source, re.MULTILINE)
+            assert found or name == Path(target).stem, f"no {name} in {target}"

@@ -32,7 +32,7 @@ SHARDING = {
         "test_state_sharding_type_init_match_update",
         "test_state_sharding_type_preserved_with_jit",
     )
-    for slot in ("adam", "sgd")
+    for slot in ("adam", "lion")
 }
 
 
@@ -102,7 +102,7 @@ def train(spread, **options):
         p, state, info = step(p, state, spread(batch))
     return p, info
 
-for options in ({}, {"micro_batches": 2}, {"groups": 4}):
+for options in ({}, {"groups": 4, "micro_batches": 2}):
     expected, _ = train(jnp.asarray, **options)
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))

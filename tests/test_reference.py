@@ -113,7 +113,7 @@ def noisy_quadratic() -> Case:
 
 
 def rosenbrock() -> Case:
-    """Curvature of both signs, and the third-order term of App. C."""
+    """Curvature of both signs, and the third-order term of App. B.2."""
 
     def losses(params, batch):
         (noise,) = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -92,14 +93,18 @@ class Train:
             )
 
         # Everything that can be refused is refused before data is read.
-        configured(1 if self.steps is None else self.steps)
+        config = configured(1 if self.steps is None else self.steps)
         resume = self.resume and is_run(out)
         if self.resume and not resume:
             console.print(f"{out} holds no run yet: starting one", markup=False)
-        workload = workloads.load(self.workload, data_dir, **_batch(self.batch_size))
-        config = configured(self.steps or workload.steps)
         if resume:
             config = read_config(out)
+            self._refuse_another(config, out)
+        workload = workloads.load(
+            self.workload, data_dir or config.data_dir, **_batch(config.batch_size)
+        )
+        if not resume:
+            config = configured(self.steps or workload.steps)
         with progress.display(console) as display:
             watcher = display.watcher(
                 f"{config.workload} {config.optimizer}", config.steps
@@ -115,6 +120,27 @@ class Train:
         console.print(report.runs_table([read(out)]))
         console.print(f"kept in {out}; draw it with: meka show {out}", markup=False)
         return 0
+
+    def _refuse_another(self, found: RunConfig, out: Path) -> None:
+        """Refuse to resume a run with other settings than it was begun with.
+
+        What was not given is the run's own; the data may have been moved.
+        """
+        asked: dict[str, Any] = dataclasses.asdict(self)
+        asked["options"] = _options(self.option)
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        default["options"] = {}
+        for name, value in found.to_dict().items():
+            mine = asked[name]
+            if name == "workload":  # a file of one's own may have been moved, too
+                mine, value = Path(mine).name, Path(value).name
+            elif name == "data_dir" or mine == default[name]:
+                continue
+            if mine != value:
+                raise UsageError(
+                    f"{out} holds a run with {name} {value!r}, not {mine!r}; resume it "
+                    "as it was begun, or choose another folder with --out"
+                )
 
 
 @dataclass(frozen=True)
@@ -164,8 +190,10 @@ class Compare:
             "data_dir": data_dir,
         }
         # Refuse what can be refused before anything is loaded or written.
-        compare.plan(self.workload, names, steps=self.steps or 1, **options)
-        steps = self.steps or workloads.load(self.workload, data_dir).steps
+        steps = 1 if self.steps is None else self.steps
+        compare.plan(self.workload, names, steps=steps, **options)
+        if self.steps is None:
+            steps = workloads.load(self.workload, data_dir).steps
         configs = compare.plan(self.workload, names, steps=steps, **options)
         with progress.display(console) as display:
             result = compare.compare(
@@ -232,12 +260,13 @@ class Data:
 
     def run(self, console: Console) -> int:
         """Fetch or verify."""
-        from meka.lab import data
+        from meka.lab import data, progress
 
         failed = False
         for name in self.names:
             if self.action == "fetch":
-                data.fetch(name, self.data_dir)
+                with progress.downloads(console) as show:
+                    data.fetch(name, self.data_dir, show)
             for check in data.verify(name, self.data_dir):
                 mark = "ok " if check.ok else "BAD"
                 console.print(f"{mark} {check.path} {check.message}", markup=False)
@@ -302,7 +331,7 @@ def main() -> None:
     )
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 140
+    width = None if sys.stdout.isatty() else 160
     console = Console(width=width, soft_wrap=False)
     raise SystemExit(_guarded(command, console))
 
@@ -311,6 +340,9 @@ def _guarded(command: Any, console: Console) -> int:
     """Run a command; what a user can mend is one sentence, not a traceback."""
     try:
         return command.run(console)
+    except KeyboardInterrupt:  # outside of training, which answers it itself
+        print("meka: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         code = _exit_code(error)
         if code is None:

@@ -6,14 +6,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meka.lab import history, optimizers, workloads
 from meka.lab.config import ConfigError, RunConfig
 from meka.lab.history import History
-from meka.lab.runfolder import is_run
-from meka.lab.train import Watcher, train
+from meka.lab.runfolder import is_run, read_config
+from meka.lab.train import TrainingStopped, Watcher, train
 
 DEFAULT_OPTIMIZERS = ("meka", "adameka", "adam", "momentum")
 
@@ -43,7 +44,7 @@ class Comparison:
     workload: str
     steps: int
     seeds: int
-    target: float | None  # the loss of the best Adam, if it took part
+    target: float | None  # the loss of the best Adam, if one took part and converged
     rows: list[Row]
     best: dict[str, History]
     grid: dict[str, list[History]]
@@ -80,7 +81,7 @@ def plan(
                 seeds=seeds,
                 learning_rate=rate if rate is not None else entry.default,
                 schedule=schedule if takes else None,
-                eval_every=eval_every or max(1, steps // 40),
+                eval_every=max(1, steps // 40) if eval_every is None else eval_every,
                 checkpoint_every=max(1, steps),
                 average=average,
                 data_dir=data_dir,
@@ -102,11 +103,22 @@ def compare(
     first = configs[0]
     workload = workloads.load(first.workload, first.data_dir)
     workloads.check(workload)
+    if workload.data is None:  # endless: there is no full gradient to take
+        able = [c for c in configs if not optimizers.TABLE[c.optimizer].finite]
+        if not able:
+            raise ConfigError(f"{workload.name} has no finite data for these")
+        configs = able
+    paths = [Path(out) / "runs" / _folder(config) for config in configs]
+    for config, path in zip(configs, paths, strict=True):
+        if is_run(path):
+            _refuse_another(config, path)
     runs = []
-    for number, config in enumerate(configs):
-        path = Path(out) / "runs" / _folder(config)
+    for number, (config, path) in enumerate(zip(configs, paths, strict=True)):
         watcher = watch(config, number, len(configs))
-        train(config, path, resume=is_run(path), watcher=watcher, workload=workload)
+        try:
+            train(config, path, resume=is_run(path), watcher=watcher, workload=workload)
+        except TrainingStopped as reason:  # a result too, as it stands
+            watcher.note(f"stopped: {reason}")
         runs.append(history.read(path))
     return summarise(runs)
 
@@ -121,7 +133,7 @@ def summarise(runs: Sequence[History]) -> Comparison:
         for name, members in grid.items()
     }
     target = None
-    if "adam" in best:
+    if "adam" in best and np.isfinite(np.median(best["adam"].final_loss)):
         target = float(np.median(best["adam"].final_loss))
     rows = [_row(best[name], grid[name], target) for name in grid]
     rows.sort(key=lambda row: row.train_loss)
@@ -151,14 +163,14 @@ def save(comparison: Comparison, out: Path) -> None:
             name: [
                 {
                     "learning_rate": run.config.learning_rate,
-                    "train_loss": [_number(x) for x in run.final_loss],
+                    "train_loss": run.final_loss.tolist(),
                 }
                 for run in members
             ]
             for name, members in comparison.grid.items()
         },
     }
-    text = json.dumps(content, indent=2, default=_number) + "\n"
+    text = json.dumps(_plain(content), indent=2, allow_nan=False) + "\n"
     (Path(out) / "results.json").write_text(text, encoding="utf-8")
 
 
@@ -202,7 +214,9 @@ def _verdict(rows: Sequence[Row]) -> str:
     sentences = []
     for row in ours:
         behind = [t for t in tuned if row.train_loss > t.train_loss_high]
-        if not behind:
+        if not np.isfinite(row.train_loss):
+            what = "did not converge"
+        elif not behind:
             what = "ends at or below the spread of every tuned optimizer's best"
         else:
             names = ", ".join(
@@ -221,5 +235,25 @@ def _folder(config: RunConfig) -> str:
     return f"{config.optimizer}{rate}"
 
 
-def _number(value: float) -> float | str:
-    return float(value) if np.isfinite(value) else str(float(value))
+def _refuse_another(config: RunConfig, path: Path) -> None:
+    """Refuse a folder whose run is not the planned one: its numbers would mislead."""
+    asked, found = config.to_dict(), read_config(path).to_dict()
+    # Where the data lies does not change what is trained on it.
+    names = [n for n in asked if n != "data_dir" and asked[n] != found[n]]
+    if names:
+        differences = ", ".join(f"{n} {found[n]!r}, not {asked[n]!r}" for n in names)
+        raise ConfigError(
+            f"{path} holds a run of another comparison ({differences}); "
+            "choose another folder with --out"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Non-finite numbers, which JSON lacks, by name, as in metrics.jsonl."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value

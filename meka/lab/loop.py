@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meka.lab.methods import Method
-from meka.lab.workloads import Workload
+from meka.lab.workloads import Workload, WorkloadError
 
 PyTree = Any
 
@@ -24,7 +24,10 @@ PyTree = Any
 # progress display and for Ctrl-C.
 CHUNK = 100
 _SLICE = 2000  # examples evaluated at once
+_SAMPLE_SEED = 2**31 - 1  # of the sample that stands for endless data
 _EXAMPLES_ON_CPU = 2000  # training examples evaluated, where convolutions are slow
+_TOGETHER = 2**31  # bytes that seeds trained at once may take ...
+_COPIES = 12  # ... counting this many parameter-sized buffers each
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -67,11 +70,15 @@ class Loop:
                     f"batch_size {self.batch_size} is more than the {self._rows} "
                     f"training examples of {workload.name}"
                 )
+        elif method.refresh is not None:
+            raise WorkloadError(
+                f"{workload.name} has endless data: there is no full gradient for svrg "
+                "to take. Choose another optimizer."
+            )
         # On the CPU a convolution inside a scan loses XLA's fast kernel.
         self._scan = workload.scan or jax.default_backend() != "cpu"
         self._keys = jnp.stack([jax.random.key(s) for s in self.seeds])
-        one = self._one if seeds > 1 else _unstacked(self._one)
-        one = jax.vmap(one, (0, None, 0, 0, None)) if seeds > 1 else one
+        one = self._over_seeds()
         self._step = one
         self._run_chunk = jax.jit(self._chunk, donate_argnums=0)
         self._run_step = jax.jit(one, donate_argnums=0)
@@ -127,11 +134,6 @@ class Loop:
         """Let the method look at the whole training set (SVRG)."""
         refresh = self.method.refresh
         assert refresh is not None
-        if self.workload.data is None:
-            raise ValueError(
-                f"{self.workload.name} has endless data: there is no full gradient for "
-                "svrg to take. Choose another optimizer."
-            )
 
         def renewed(params: PyTree, state: PyTree) -> PyTree:
             return refresh(params, state, self._full_gradient)
@@ -149,6 +151,37 @@ class Loop:
             {name: float(values[k]) for name, values in results.items()}
             for k in range(len(self.seeds))
         ]
+
+    def data_rows(self, start: int, places: np.ndarray) -> np.ndarray:
+        """Rows of the training data, from places in the batches after ``start``.
+
+        The shape is (length, seeds); -1, for no example, stays. Endless data has no
+        rows, so there the places come back.
+        """
+        if not self._rows or np.all(places < 0):
+            return places
+        indices = self._indices(start, len(places))
+        found = np.take_along_axis(indices, np.maximum(places, 0)[..., None], -1)
+        return np.where(places < 0, -1, found[..., 0])
+
+    def _over_seeds(self) -> Callable:
+        """A step of all seeds: at once where that is fast and fits, else in turn."""
+        seeds, workload = len(self.seeds), self.workload
+        # Mapped convolutions become grouped ones, several times slower.
+        if seeds == 1 or not workload.scan:
+            return _one_by_one(self._one, seeds)
+        shapes = jax.eval_shape(workload.init, self._keys[0])
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        if seeds * size * _COPIES <= _TOGETHER:
+            return jax.vmap(self._one, (0, None, 0, 0, None))
+
+        def in_turn(carry: Carry, data, indices, keys, number):
+            def one(own):
+                return self._one(own[0], data, own[1], own[2], number)
+
+            return jax.lax.map(one, (carry, indices, keys))
+
+        return in_turn
 
     def _full_gradient(self, params: PyTree) -> PyTree:
         total = jax.tree.map(jnp.zeros_like, params)
@@ -219,6 +252,11 @@ class _Evaluator:
             test_rows = len(jax.tree.leaves(workload.data.test)[0])
             test = jax.tree.map(jnp.asarray, workload.data.test)
             self._sets = {"train": (train, rows), "test": (test, test_rows)}
+        elif workload.objective is None:
+            # Endless data, and no formula: a fixed sample stands for all of it.
+            assert workload.draw is not None
+            sample = workload.draw(jax.random.key(_SAMPLE_SEED), _SLICE)
+            self._sets = {"train": (sample, _SLICE)}
         self._sums = jax.jit(jax.vmap(self._slice_sums, (0, None)))
 
     def __call__(self, params: PyTree) -> dict[str, np.ndarray]:
@@ -252,13 +290,15 @@ def _shuffle(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows).astype(np.int32)
 
 
-def _unstacked(one: Callable) -> Callable:
-    """A step on a single seed without mapping, which convolutions would pay for."""
+def _one_by_one(one: Callable, seeds: int) -> Callable:
+    """A step of each seed after the other, written out."""
 
     def step(carry: Carry, data, indices, keys, number) -> tuple[Carry, dict]:
-        first = jax.tree.map(lambda x: x[0], carry)
-        carry, info = one(first, data, indices[0], keys[0], number)
-        return jax.tree.map(lambda x: x[None], (carry, info))
+        results = []
+        for k in range(seeds):
+            own = jax.tree.map(lambda x, k=k: x[k], carry)
+            results.append(one(own, data, indices[k], keys[k], number))
+        return jax.tree.map(lambda *x: jnp.stack(x), *results)
 
     return step
 

@@ -1,4 +1,4 @@
-"""The paper's networks (appendix F) as equinox modules.
+"""The paper's networks (appendix E) as equinox modules.
 
 A model maps a whole batch (n, ...) to logits (n, classes) with batched operations:
 under vmap, convolutions become grouped ones, which are slow. No example's logits

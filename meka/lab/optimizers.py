@@ -2,7 +2,7 @@
 
 `TABLE` can be read, and a choice checked, without importing jax; `make` builds what the
 training loop drives. A row is a builder from `meka.lab.methods`, and the grid it is
-tuned over: the paper's (App. F) for its own baselines, nothing for what tunes itself.
+tuned over: the paper's (App. E) for its own baselines, nothing for what tunes itself.
 
 Rivals run at their published defaults. They log their loss, and their step size where
 they have a single one, and nothing that would cost them time.
@@ -45,6 +45,7 @@ class Entry:
         options: names of further options, with their types.
         schedule: the shape of its learning rate when none is given.
         schedules: the shapes it can take.
+        finite: whether it needs a finite training set, for full gradients.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Entry:
     options: Mapping[str, Any]
     schedule: str = "constant"
     schedules: tuple[str, ...] = SCHEDULES
+    finite: bool = False
 
 
 def make(
@@ -244,7 +246,12 @@ _ROWS = (
         schedule="cosine",
     ),
     _entry(
-        "svrg", "variance-reduced SGD, full gradient an epoch", _SGD, 0.1, methods.svrg
+        "svrg",
+        "variance-reduced SGD, full gradient an epoch",
+        _SGD,
+        0.1,
+        methods.svrg,
+        finite=True,
     ),
     _optax("adadelta", "AdaDelta", (), 1.0, "adadelta", rho=0.95, eps=1e-6),
     _optax(

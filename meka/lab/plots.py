@@ -85,6 +85,7 @@ def overview(
         _finish(curvature, "Curvature along the step", "d'Bd / d'd", log=True)
         if title:
             figure.suptitle(title, fontsize=13)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
     return path
@@ -113,7 +114,9 @@ def _line(
     if unit:
         if "direction_norm" not in series:
             return
-        values = values / np.maximum(np.asarray(series["direction_norm"]) ** 2, 1e-300)
+        with np.errstate(all="ignore"):  # what overflows becomes a gap below
+            squared = np.asarray(series["direction_norm"], float) ** 2
+            values = values / np.maximum(squared, 1e-300)
     # Overflowed or diverged: a gap in the line, not an axis to infinity.
     values = np.where(np.isfinite(values) & (np.abs(values) < 1e30), values, np.nan)
     if np.isnan(values).all():
@@ -154,7 +157,8 @@ def _finish(axis: Axes, title: str, note: str, *, log: bool) -> None:
     drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.lines])
     if log and np.any(drawn > 0):
         axis.set_yscale("log")
-    axis.legend(fontsize=8)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8)
 
 
 def _zoom_accuracy(axis: Axes) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
 _PLAIN_SECONDS = 5.0  # between two plain lines
@@ -58,18 +61,23 @@ class PlainWatcher:
     def step(self, done: int, logs: dict[str, np.ndarray], seconds: float) -> None:
         """Print, if it is time to."""
         self._figures.step(logs, seconds)
-        if done >= self._steps or time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._last = time.monotonic()
-            print(f"{self._title}: step {done}/{self._steps} · {self._figures}")
-            sys.stdout.flush()
+        if done < self._steps and time.monotonic() - self._last >= _PLAIN_SECONDS:
+            self._print(done)
 
     def evaluated(self, done: int, results: list[dict[str, float]]) -> None:
-        """Remember for the next line."""
+        """Remember for the next line; the last step's is the last line."""
         self._figures.evaluated(results)
+        if done >= self._steps:
+            self._print(done)
 
     def note(self, message: str) -> None:
         """Print at once."""
         print(f"{self._title}: {message}")
+        sys.stdout.flush()
+
+    def _print(self, done: int) -> None:
+        self._last = time.monotonic()
+        print(f"{self._title}: step {done}/{self._steps} · {self._figures}")
         sys.stdout.flush()
 
 
@@ -125,3 +133,23 @@ def display(console: Console) -> Iterator[Display]:
         console=console,
     ) as progress:
         yield Display(progress)
+
+
+@contextmanager
+def downloads(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows how far each file has come: name, bytes, bytes in all."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total or None)
+            progress.update(tasks[name], completed=done, total=total or None)
+
+        yield show

@@ -62,7 +62,7 @@ def comparison_table(comparison: Comparison) -> Table:
     for k, name in enumerate(_HEAD):
         table.add_column(name, justify="left" if k == 0 else "right")
     for row in comparison.rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, comparison.target))
     return table
 
 
@@ -104,7 +104,9 @@ def write_page(comparison: Comparison, picture: Path, path: Path, command: str) 
     head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEAD)
     body = "".join(
         "<tr>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row))
+        + "".join(
+            f"<td>{html.escape(cell)}</td>" for cell in _cells(row, comparison.target)
+        )
         + "</tr>"
         for row in comparison.rows
     )
@@ -127,11 +129,11 @@ def print_verdict(console: Console, comparison: Comparison) -> None:
         console.print(comparison.verdict, markup=False)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, target: float | None) -> tuple[str, ...]:
     def several(value: float, low: float, high: float) -> str:
         return f"{low:.3g} to {high:.3g}" if low != high else f"{value:.3g}"
 
-    accuracy, reached = "–", "never"
+    accuracy, reached = "–", "–" if target is None else "never"
     if row.test_accuracy is not None:
         accuracy = f"{row.test_accuracy:.2%}"
     if row.steps_to_target is not None:

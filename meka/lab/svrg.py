@@ -7,7 +7,7 @@ parameters. In between, a minibatch B moves the parameters θ along
 
 which has the mean ∇f(θ) and a variance that vanishes as θ and θ̃ approach the same
 minimum, so that a constant step size converges where plain SGD's noise stalls it. It
-costs two gradient evaluations a step, as the paper notes (App. F), plus the snapshots.
+costs two gradient evaluations a step, as the paper notes (App. E), plus the snapshots.
 """
 
 from __future__ import annotations

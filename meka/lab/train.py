@@ -10,8 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +28,8 @@ import numpy as np
 from meka.lab import checkpoint, optimizers, workloads
 from meka.lab.config import RunConfig
 from meka.lab.loop import CHUNK, Carry, Loop
-from meka.lab.metrics import iterate_metrics
-from meka.lab.runfolder import RunFolder
+from meka.lab.metrics import METRICS, iterate_metrics
+from meka.lab.runfolder import RunFolder, read_config
 
 if TYPE_CHECKING:
     from meka.lab.events import EventWriter
@@ -104,12 +108,39 @@ def train(
         changes = {} if config.batch_size is None else {"batch_size": config.batch_size}
         workload = workloads.load(config.workload, config.data_dir, **changes)
     workloads.check(workload)
+    path = Path(path)
+    config = read_config(path) if resume else config
+    # Before the folder: a workload and an optimizer that do not go together write none.
+    loop = make_loop(config, workload)
     open_folder = RunFolder.resume if resume else _creator(config)
-    with open_folder(Path(path)) as folder, _signals() as received:
+    with open_folder(path) as folder, _signals() as received:
         for warning in folder.warnings:
             watcher.note(f"warning: {warning}")
-        _Run(folder, workload, watcher, events).go(received)
-    return Path(path)
+        _Run(folder, loop, watcher, events).go(received)
+    return path
+
+
+def make_loop(config: RunConfig, workload: workloads.Workload) -> Loop:
+    """The loop that a configuration describes."""
+    rows = 0 if workload.data is None else len(workload.data.train[0])
+    batch_size = config.batch_size or workload.batch_size
+    method = optimizers.make(
+        config.optimizer,
+        workload.losses,
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        schedule=config.schedule,
+        steps_per_epoch=rows // batch_size or None,
+        **config.options,
+    )
+    return Loop(
+        workload,
+        method,
+        seed=config.seed,
+        seeds=config.seeds,
+        batch_size=config.batch_size,
+        average=config.average,
+    )
 
 
 def _creator(config: RunConfig) -> Callable[[Path], RunFolder]:
@@ -117,35 +148,10 @@ def _creator(config: RunConfig) -> Callable[[Path], RunFolder]:
 
 
 class _Run:
-    def __init__(
-        self,
-        folder: RunFolder,
-        workload: workloads.Workload,
-        watcher: Watcher,
-        events: bool,
-    ):
+    def __init__(self, folder: RunFolder, loop: Loop, watcher: Watcher, events: bool):
         config = folder.config
         self.folder, self.config, self.watcher = folder, config, watcher
-        rows = 0 if workload.data is None else len(workload.data.train[0])
-        batch_size = config.batch_size or workload.batch_size
-        method = optimizers.make(
-            config.optimizer,
-            workload.losses,
-            steps=config.steps,
-            learning_rate=config.learning_rate,
-            schedule=config.schedule,
-            steps_per_epoch=rows // batch_size or None,
-            **config.options,
-        )
-        self.method = method
-        self.loop = Loop(
-            workload,
-            method,
-            seed=config.seed,
-            seeds=config.seeds,
-            batch_size=config.batch_size,
-            average=config.average,
-        )
+        self.loop, self.method = loop, loop.method
         self.events: EventWriter | None = None
         self.wants_events = events
         self.rejected_in_a_row = np.zeros(config.seeds, int)
@@ -174,6 +180,9 @@ class _Run:
             began = time.perf_counter()
             carry, logs = self.loop.advance(carry, done, length)
             seconds = time.perf_counter() - began
+            if "suspect" in logs:
+                # The row of the data, which a person can look up, not of the batch.
+                logs["suspect"] = self.loop.data_rows(done, logs["suspect"])
             done += length
             self._log(done, length, logs)
             self._time(done, length, seconds)
@@ -191,18 +200,24 @@ class _Run:
 
     def _begin(self) -> tuple[Carry, int]:
         carry = self.loop.start()
-        last = -1
-        for record in iterate_metrics(self.folder.path):
-            last = max(last, record["step"])
+        written = Counter(r["step"] for r in iterate_metrics(self.folder.path))
+        last = self._complete(written)
+        problems: list[str] = []
         found = checkpoint.latest(
             self.folder.checkpoints,
             carry,
-            on_problem=lambda text: self.watcher.note(f"warning: {text}"),
+            on_problem=problems.append,
             up_to=max(last, 0),
         )
+        for problem in problems:
+            self.watcher.note(f"warning: {problem}")
         if found is None:
-            if last >= 0:
+            if written:
                 self.watcher.note("no usable checkpoint: starting from the beginning")
+                if problems:  # of another model, perhaps: its metrics are not ours
+                    kept = self.folder.path / f"{METRICS}.before"
+                    shutil.copy(self.folder.path / METRICS, kept)
+                    self.watcher.note(f"the metrics so far are kept as {kept}")
                 self.folder.truncate_after(-1)
             return carry, 0
         self.folder.truncate_after(found.step)
@@ -212,6 +227,15 @@ class _Run:
             self.rejected_in_a_row = np.asarray(rejected)
             self.rejected = np.asarray(found.extra["rejected"])
         return jax.tree.map(jax.numpy.asarray, found.tree), found.step
+
+    def _complete(self, written: Counter[int]) -> int:
+        """The last step up to which no record is missing, or -1 where there is none."""
+        seeds, every, steps = len(self.loop.seeds), self.config.eval_every, 0
+        while True:
+            evaluated = steps % every == 0 or steps == self.config.steps
+            if written[steps] != seeds * ((steps > 0) + evaluated):
+                return steps - 1
+            steps += 1
 
     def _boundary(self, done: int) -> int:
         """Where the chunk that begins after ``done`` steps ends."""
@@ -266,43 +290,65 @@ class _Run:
         """Why the run should stop, if one of its seeds has been rejected too often."""
         if "accepted" not in logs:
             return None
-        for row in np.asarray(logs["accepted"], bool):
-            self.rejected_in_a_row = np.where(row, 0, self.rejected_in_a_row + 1)
+        longest = np.zeros_like(self.rejected_in_a_row)
+        suspect = np.full_like(longest, -1)
+        for accepted, named in zip(logs["accepted"], logs["suspect"], strict=True):
+            self.rejected_in_a_row = np.where(accepted, 0, self.rejected_in_a_row + 1)
+            longest = np.maximum(longest, self.rejected_in_a_row)
+            suspect = np.where(named >= 0, named, suspect)
         self.rejected = np.asarray(logs["rejected"][-1])
-        worst = int(np.argmax(self.rejected_in_a_row))
-        if self.rejected_in_a_row[worst] < self.config.max_rejected:
+        worst = int(np.argmax(longest))
+        if longest[worst] < self.config.max_rejected:
             return None
-        suspect = int(np.asarray(logs["suspect"])[-1, worst])
-        example = f" (example {suspect} of the batch)" if suspect >= 0 else ""
+        endless = self.loop.steps_per_epoch is None
+        where = "of the batch" if endless else "of the training data"
+        example = f" (example {suspect[worst]} {where})" if suspect[worst] >= 0 else ""
         return (
-            f"seed {self.loop.seeds[worst]}: the last {self.rejected_in_a_row[worst]} "
-            f"steps in a row were rejected because something in them was not "
-            f"finite{example}. The parameters are those of the last good step, saved "
-            f"in {self.folder.path}. Look at the data and the losses; --max-rejected "
+            f"seed {self.loop.seeds[worst]}: {longest[worst]} steps in a row were "
+            f"rejected because something in them was not finite{example}. The "
+            f"parameters are those of the last good step, saved in "
+            f"{self.folder.path}. Look at the data and the losses; --max-rejected "
             f"sets how many are borne"
         )
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """Collect the first SIGINT or SIGTERM; a second one ends the process at once.
+
+    A handler waits until the main thread is back in Python, which a long chunk or a
+    compilation may keep it from; so a thread listens for the second.
+    """
     received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
+        if not received:
+            received.append(number)
+
+    def listen() -> None:
+        seen = 0
+        while data := reader.recv(1):
+            seen += data[0] in numbers
+            if seen > 1:
+                os._exit(128 + data[0])
 
     try:
-        before = {
-            number: signal.signal(number, handle)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before = {number: signal.signal(number, handle) for number in numbers}
     except ValueError:  # not the main thread: whoever owns it handles signals
         yield received
         return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    listener = threading.Thread(target=listen, name="meka signals", daemon=True)
+    listener.start()
+    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield received
     finally:
+        signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler)
+        writer.close()
+        listener.join()
+        reader.close()
