@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import meka
+from meka.lab.workloads import check
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -107,6 +108,12 @@ def test_readme_trains() -> None:
     info = run_blocks("README.md", readme_names())["info"]
     assert info.rejected == 0
     assert info.observed < 0.8 * np.log(3)
+
+
+def test_the_workload_of_the_bench_page_is_sound() -> None:
+    workload = run_blocks("docs/lab.md", {})["workload"]()
+    check(workload)
+    assert workload.steps == 500
 
 
 def test_additions_of_the_contributing_page_work() -> None:

@@ -199,7 +199,8 @@ def _steps_to(run: History, target: float | None) -> float | None:
     """Median over seeds of the first evaluation at or below the target."""
     if target is None:
         return None
-    reached = run.evals["train_loss"] <= target
+    loss = run.evals["train_loss"]
+    reached = np.isfinite(loss) & (loss <= target)
     first = np.where(reached.any(0), run.evals.step[reached.argmax(0)], np.inf)
     median = float(np.median(first))
     return median if np.isfinite(median) else None
@@ -238,8 +239,9 @@ def _folder(config: RunConfig) -> str:
 def _refuse_another(config: RunConfig, path: Path) -> None:
     """Refuse a folder whose run is not the planned one: its numbers would mislead."""
     asked, found = config.to_dict(), read_config(path).to_dict()
-    # Where the data lies does not change what is trained on it.
-    names = [n for n in asked if n != "data_dir" and asked[n] != found[n]]
+    # Where the data lies and how often the run is saved make no difference.
+    free = ("data_dir", "checkpoint_every")
+    names = [n for n in asked if n not in free and asked[n] != found[n]]
     if names:
         differences = ", ".join(f"{n} {found[n]!r}, not {asked[n]!r}" for n in names)
         raise ConfigError(
