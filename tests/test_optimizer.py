@@ -289,24 +289,17 @@ def test_info_is_readable_from_any_chain():
     assert meka.find_state(state).info.value == found.value
 
 
-def test_info_says_what_happened(x64):
+def test_info_says_what_happened():
     """Against the observation it was made from."""
-    optimizer = meka.meka()
-    step = jax.jit(meka.make_step(losses, optimizer, groups=3))
-    data = [jax.tree.map(jnp.asarray, b) for b in batches(3)]
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), start())
-    data = [
-        {k: v.astype(jnp.float64) if k != "trap" else v for k, v in b.items()}
-        for b in data
-    ]
-    state = optimizer.init(params)
+    step, data = compiled("meka"), batches(3)
+    params, state = start(), OPTIMIZERS["meka"].init(start())
     before, old = params, state
     for batch in data:
         before, old = params, state
         params, state, info = step(params, state, batch)
     own, was = meka.find_state(state), meka.find_state(old)
-    seen = meka.observe(losses, before, was.previous_params, data[-1], groups=3)
-    close = partial(np.testing.assert_allclose, rtol=1e-10)
+    seen = jax.jit(partial(meka.observe, losses))(before, was.previous_params, data[-1])
+    close = partial(np.testing.assert_allclose, rtol=2e-4)
     close(info.observed, seen.value.mean)
     close(info.value, own.value.mean)
     close(info.value_variance, own.value.variance)

@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import meka
 from meka import Gaussian, Moments
+from meka.observation import Path
 
 
 def losses(params, batch):
@@ -76,7 +77,7 @@ def scene(last_norm: float, length: float, diagonal: bool = False) -> meka.Scene
     mean = {"a": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}
     variance = {"a": jnp.array([0.1, 0.2]), "b": jnp.array(0.4)}
     direction = {"a": jnp.array([-2.0, 1.0]), "b": jnp.array(-1.0)}
-    path = meka.observation.Path(
+    path = Path(
         jnp.asarray(length),
         Moments(jnp.asarray(0.7), jnp.asarray(0.05)),
         Moments(jnp.asarray(1.5), jnp.asarray(0.25)),

@@ -213,8 +213,8 @@ def test_a_crash_after_any_event_changes_no_bits(go, whole, tmp_path):
         path = tmp_path / str(at)
         with pytest.raises(Crash):
             go(path, watcher=Recorder(at, crash))
-        # And once more, soon after it went on.
-        watcher = Recorder(1, crash)
+        # And, every third time, once more soon after it went on.
+        watcher = Recorder(1, crash if at % 3 == 0 else None)
         try:
             go(path, resume=True, watcher=watcher)
         except Crash:
@@ -288,7 +288,7 @@ def test_without_a_usable_checkpoint_it_starts_over_and_keeps_the_metrics(
 
 def test_metrics_cut_anywhere_leave_no_gap_and_no_duplicate(go, whole, tmp_path):
     data = (whole / "metrics.jsonl").read_bytes()
-    for number, cut in enumerate(range(len(data) - 1, 0, -(len(data) // 60))):
+    for number, cut in enumerate(range(len(data) - 1, 0, -(len(data) // 31))):
         path = tmp_path / str(number)
         shutil.copytree(whole, path)
         (path / "metrics.jsonl").write_bytes(data[:cut])

@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -314,41 +312,24 @@ class _Run:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM; a second one ends the process at once.
-
-    A handler waits until the main thread is back in Python, which a long chunk or a
-    compilation may keep it from; so a thread listens for the second.
-    """
+    """Collect the first SIGINT or SIGTERM; a second one ends the process at once."""
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not received:
-            received.append(number)
-
-    def listen() -> None:
-        seen = 0
-        while data := reader.recv(1):
-            seen += data[0] in numbers
-            if seen > 1:
-                os._exit(128 + data[0])
+        if received:
+            os._exit(128 + number)
+        received.append(number)
 
     try:
-        before = {number: signal.signal(number, handle) for number in numbers}
+        before = {
+            number: signal.signal(number, handle)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
     except ValueError:  # not the main thread: whoever owns it handles signals
         yield received
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    listener = threading.Thread(target=listen, name="meka signals", daemon=True)
-    listener.start()
-    woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield received
     finally:
-        signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler)
-        writer.close()
-        listener.join()
-        reader.close()
