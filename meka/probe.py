@@ -120,13 +120,16 @@ def _per_example(losses, params, batch, tangent, micro_batches) -> tuple[Array, 
         return jax.jvp(slope, (params,), (tangent,))
 
     count = jax.tree.leaves(batch)[0].shape[0]
-    if micro_batches == 1 or count % micro_batches:
+    if micro_batches == 1:
         return both(batch)
+    padding = -count % micro_batches
+    if padding:  # rows that are computed and dropped
+        batch = jax.tree.map(lambda x: jnp.concatenate([x, x[:padding]]), batch)
     # Interleaved parts keep a batch that is sharded over devices where it is.
-    rows = count // micro_batches
+    rows = (count + padding) // micro_batches
     parts = jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(rows, micro_batches, *x.shape[1:]), 0, 1),
         batch,
     )
     slopes, curvatures = jax.lax.map(both, parts)
-    return slopes.T.ravel(), curvatures.T.ravel()
+    return slopes.T.ravel()[:count], curvatures.T.ravel()[:count]

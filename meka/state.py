@@ -13,7 +13,8 @@ from meka.improvement import ImprovementModel
 from meka.tree import Array, PyTree
 
 # Before any curvature is known, a step of this length, relative to the parameters,
-# is taken to measure it (only the lagged probe ever needs to).
+# is taken to measure it (only the lagged probe ever needs to). In half precision it
+# is two units in the last place, since a shorter step would round to none at all.
 _MEASURING_STEP = 1e-4
 
 
@@ -75,7 +76,9 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         variance = jax.tree.map(lambda x: jnp.full_like(x, prior_variance), mean)
     empty = ImprovementModel(zero, zero, zero, zero, zero, zero, ())
     previous = jax.tree.map(_concrete, params)
-    length = _MEASURING_STEP * (1 + jnp.sqrt(tree.square(previous)))
+    rounding = [float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(previous)]
+    fraction = max([_MEASURING_STEP, *(2 * eps for eps in rounding)])
+    length = fraction * (1 + jnp.sqrt(tree.square(previous)))
     count = jnp.zeros((), jnp.int32)
     others = {
         "model": empty._replace(step=count),
