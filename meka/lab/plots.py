@@ -18,7 +18,20 @@ from meka.lab.history import History, Series
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours first.
 _OURS = {"meka": "#0072B2", "adameka": "#D55E00"}
-_OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F", "#000000")
+_OTHERS = (
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#8C6D31",
+    "#7F7F7F",
+    "#000000",
+    "#882255",
+    "#117733",
+    "#332288",
+    "#AA4499",
+    "#999933",
+)
 _STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -83,6 +96,9 @@ def overview(
         _finish(gain, "Kalman gain", "share of the minibatch in the estimate", log=True)
         _finish(noise, "Gradient noise", "variance of the minibatch gradient", log=True)
         _finish(curvature, "Curvature along the step", "d'Bd / d'd", log=True)
+        handles, labels = loss.get_legend_handles_labels()
+        if handles:  # one for all panels, beside them, so that it hides no curve
+            figure.legend(handles, labels, loc="outside right upper", fontsize=9)
         if title:
             figure.suptitle(title, fontsize=13)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,8 +173,6 @@ def _finish(axis: Axes, title: str, note: str, *, log: bool) -> None:
     drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.lines])
     if log and np.any(drawn > 0):
         axis.set_yscale("log")
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8)
 
 
 def _zoom_accuracy(axis: Axes) -> None:
