@@ -23,9 +23,12 @@ from meka.lab.runfolder import RunFolder, RunLocked, read_config
 from meka.lab.train import Interrupted, Silent, TrainingStopped, train
 from meka.lab.workloads import Workload, WorkloadError, check
 
-# As a user would write it. `slow` burns time inside the compiled step, where Python
-# cannot answer signals.
+# As a user would write it. `slow` waits inside the compiled step, once there is a file
+# called hold, and leaves word that it does.
 FILE = """
+import pathlib
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,10 +45,15 @@ def losses(params, batch):
     return 0.5 * (batch[0] @ params - batch[1]) ** 2
 
 
-def burn(params, batch):
-    start = jax.lax.stop_gradient(0 * params[0])
-    wave = lambda k, x: jnp.sin(x + k)
-    return losses(params, batch) + 0 * jax.lax.fori_loop(0, 5_000_000, wave, start)
+def hold(_):
+    if pathlib.Path("hold").exists():
+        pathlib.Path("held").touch()
+        time.sleep(300)
+
+
+def held(params, batch):
+    jax.debug.callback(hold, params)
+    return losses(params, batch)
 
 
 def start(key):
@@ -53,7 +61,7 @@ def start(key):
 
 
 workload = Workload("lines", start, losses, 8, 100, data=data)
-slow = Workload("slow lines", start, burn, 8, 100, data=data)
+slow = Workload("slow lines", start, held, 8, 100, data=data)
 """
 
 
@@ -472,24 +480,27 @@ def test_many_kills(place, undisturbed):
 
 
 def test_one_process_a_folder_and_a_second_interrupt_ends_it_at_once(place):
-    path = place / "slow"
-    process = start(place, "slow", "--optimizer", "sgd", workload="slow", steps=10000)
+    path, many = place / "slow", 10**6
+    process = start(place, "slow", "--optimizer", "sgd", workload="slow", steps=many)
     try:
         wait_for(process, path / "metrics.jsonl", 1)
         with pytest.raises(RunLocked, match=f"in use by process {process.pid}"):
             RunFolder.resume(path)
-        second = start(place, "slow", "--resume", workload="slow", steps=10000)
+        second = start(place, "slow", "--resume", workload="slow", steps=many)
         code, output = finish(second)
         assert code == 2, output
         assert f"slow is in use by process {process.pid}" in output
         assert process.poll() is None
+        (place / "hold").touch()
+        wait_for(process, place / "held", 0)
+        before = {each.name for each in (path / "checkpoints").glob("step-*")}
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(1)
         assert process.poll() is None  # in the middle of a chunk: it means to save
         process.send_signal(signal.SIGINT)
         code, output = finish(process)
     finally:
         process.kill()
     assert code == 130, output
-    assert not (path / "checkpoints").exists()
+    assert {each.name for each in (path / "checkpoints").glob("step-*")} == before
     RunFolder.resume(path).close()  # the lock went with the process

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,8 +360,15 @@ def _exit_code(error: Exception) -> int | None:
     if not module.startswith("meka."):
         return None
     if hasattr(error, "exit_code"):
+        # All is saved; a signal while the interpreter winds down must not change that.
+        _ignore_signals()
         return int(error.exit_code)  # pyright: ignore[reportAttributeAccessIssue]
     return _STOPPED if type(error).__name__ == "TrainingStopped" else _USAGE
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
