@@ -25,9 +25,13 @@ class Average(NamedTuple):
         return cls(total, jnp.zeros((), scalar_dtype(entry)))
 
     def add(self, entry: PyTree, decay: float, seen: Array | bool = True) -> "Average":
-        """The average after one more entry, or unchanged where nothing was seen."""
+        """The average after one more entry.
+
+        Where nothing was seen the mean stays and only ages, so that what comes next
+        weighs as much as if the same had been seen all along.
+        """
+        keep = jnp.asarray(decay, self.weight.dtype)
         fresh = jnp.where(seen, 1 - decay, 0).astype(self.weight.dtype)
-        keep = jnp.where(seen, decay, 1).astype(self.weight.dtype)
         total = jax.tree.map(
             lambda t, x: keep.astype(t.dtype) * t + fresh.astype(t.dtype) * x,
             self.total,

@@ -40,13 +40,15 @@ def per_coordinate(variance: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda _: variance, like)
 
 
-def quadratic_form(variance: PyTree, direction: PyTree) -> Array:
-    """``direction' diag(variance) direction``."""
+def quadratic_form(
+    variance: PyTree, direction: PyTree, square: Array | None = None
+) -> Array:
+    """``direction' diag(variance) direction``; pass |direction|² where it is known."""
     if tree.same_structure(variance, direction):
         return tree.dot(
             direction, jax.tree.map(lambda v, d: v * d, variance, direction)
         )
-    return variance * tree.square(direction)
+    return variance * (tree.square(direction) if square is None else square)
 
 
 def average_variance(variance: PyTree, like: PyTree) -> Array:

@@ -62,19 +62,27 @@ def stacked_groups(means: PyTree, weights: Array, *, diagonal: bool) -> Summary:
     return Summary(total, jnp.sum((weights > 0).astype(dtype)), mean, scatter)
 
 
-def merge(a: Summary, b: Summary, *, diagonal: bool) -> Summary:
-    """The summary of two disjoint sets of groups."""
-    weight = a.weight + b.weight
-    share = b.weight / jnp.maximum(weight, 1)
-    step = tree.subtract(b.mean, a.mean)
-    mean = jax.tree.map(lambda m, s: m + share.astype(m.dtype) * s, a.mean, step)
-    between = a.weight * share
-    if diagonal:
-        extra = jax.tree.map(lambda s: between.astype(s.dtype) * s * s, step)
-    else:
-        extra = between * tree.square(step) / tree.size(step)
-    scatter = jax.tree.map(lambda x, y, z: x + y + z, a.scatter, b.scatter, extra)
-    return Summary(weight, a.groups + b.groups, mean, scatter)
+def merge(*pairs: tuple[Summary, Summary], diagonal: bool) -> list[Summary]:
+    """The summaries of two disjoint sets of groups, for quantities of one structure."""
+    steps = [tree.subtract(b.mean, a.mean) for a, b in pairs]
+    squares = [] if diagonal else tree.dots(*((step, step) for step in steps))
+    merged = []
+    for k, ((a, b), step) in enumerate(zip(pairs, steps, strict=True)):
+        weight = a.weight + b.weight
+        share = b.weight / jnp.maximum(weight, 1)
+        mean = jax.tree.map(
+            lambda m, s, share=share: m + share.astype(m.dtype) * s, a.mean, step
+        )
+        between = a.weight * share
+        if diagonal:
+            extra = jax.tree.map(
+                lambda s, between=between: between.astype(s.dtype) * s * s, step
+            )
+        else:
+            extra = between * squares[k] / tree.size(step)
+        scatter = jax.tree.map(lambda x, y, z: x + y + z, a.scatter, b.scatter, extra)
+        merged.append(Summary(weight, a.groups + b.groups, mean, scatter))
+    return merged
 
 
 def _by_row(weights: Array, x: Array) -> Array:

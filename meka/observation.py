@@ -54,6 +54,7 @@ class Observation(NamedTuple):
     count: Array  # examples, without padding
     groups: Array  # groups that hold at least one example
     suspect: Array  # index of the first example whose loss is not finite, or -1
+    measured: Array | bool = True  # false: variances of gradient and path are not known
 
 
 def hessian_at_current(
@@ -102,6 +103,7 @@ def observe(
     diagonal: bool = False,
     mask: Array | None = None,
     micro_batches: int = 1,
+    measure: Array | bool = True,
 ) -> Observation:
     """Measure value, gradient and change of the gradient since ``previous``.
 
@@ -116,27 +118,46 @@ def observe(
       mask: true for real examples, false for padding, shape (n,).
       micro_batches: differentiate this many parts of the batch one after another,
         at a fraction of the memory; the result is the same up to rounding.
+      measure: whether to split the batch into groups. Where false, it is
+        differentiated as a whole, which is cheaper, and the variances of gradient,
+        change and path are zero, to be filled in by whoever remembers them; see
+        ``measured``. Micro-batches are groups anyway and always measured.
     """
     check_params(params)
     check_previous(params, previous)
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
     check_groups(count, groups, micro_batches)
-    parts = max(groups, micro_batches)
-    batch, weights = _fill(batch, mask, -count % parts)
-    deal = partial(_deal, parts=parts)
-    batch, weights = jax.tree.map(deal, batch), deal(weights)
-
     displacement = tree.subtract(tree.widen(params), tree.widen(previous))
     length = jnp.sqrt(tree.square(displacement))
     look = partial(_look, losses, transport, params, previous, displacement, length)
-    if micro_batches == 1:
-        summary, values = _all_groups(look, batch, weights, diagonal)
+    parts = max(groups, micro_batches)
+    batch, weights = _fill(batch, mask, -count % parts)
+    deal = partial(_deal, parts=parts)
+    dealt = jax.tree.map(deal, (batch, weights))
+
+    def in_groups() -> tuple[_Looks, Array]:
+        if micro_batches == 1:
+            found, values = _all_groups(look, *dealt, diagonal)
+        else:
+            found, values = _micro_batches(
+                look, *dealt, groups, micro_batches, diagonal
+            )
+        return found, values.T.ravel()[:count]  # an index means the caller's example
+
+    def as_a_whole() -> tuple[_Looks, Array]:
+        own = jax.tree.map(lambda x: x[:count], (batch, weights))
+        one, values = look(*own)
+        weight = jnp.sum(own[1])
+        return _summarise(moments.one_group, one, weight, diagonal), values
+
+    if measure is True or micro_batches > 1:
+        looks, values = in_groups()
+        measure = True
     else:
-        summary, values = _micro_batches(
-            look, batch, weights, groups, micro_batches, diagonal
-        )
-    return _observation(summary, values, weights, length, count)
+        looks, values = jax.lax.cond(measure, in_groups, as_a_whole)
+    held = jnp.sum(dealt[1].reshape(-1, groups, dealt[1].shape[1]), axis=(0, 2))
+    return _observation(looks, values, weights[:count], held, length, measure)
 
 
 class _Looks(NamedTuple):
@@ -172,12 +193,11 @@ def _look(
     values, gradient, change = transport(loss, params, previous)
     gradient, change = tree.widen(gradient), tree.widen(change)
     unit = jnp.where(length > 0, length, 1)
-    along_change = tree.dot(change, displacement) / unit
-    along_gradient = tree.dot(gradient, displacement) / unit
-    return (
-        _Look(gradient, change, along_change - along_gradient, along_change / unit),
-        values,
+    along_change, along_gradient = tree.dots(
+        (change, displacement), (gradient, displacement)
     )
+    slope, curvature = (along_change - along_gradient) / unit, along_change / unit
+    return _Look(gradient, change, slope, curvature / unit), values
 
 
 def _summarise(
@@ -192,12 +212,13 @@ def _summarise(
 
 
 def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
-    return _Looks(
-        moments.merge(a.gradient, b.gradient, diagonal=diagonal),
-        moments.merge(a.change, b.change, diagonal=diagonal),
-        moments.merge(a.slope, b.slope, diagonal=False),
-        moments.merge(a.curvature, b.curvature, diagonal=False),
+    gradient, change = moments.merge(
+        (a.gradient, b.gradient), (a.change, b.change), diagonal=diagonal
     )
+    slope, curvature = moments.merge(
+        (a.slope, b.slope), (a.curvature, b.curvature), diagonal=False
+    )
+    return _Looks(gradient, change, slope, curvature)
 
 
 def _all_groups(look, batch, weights, diagonal) -> tuple[_Looks, Array]:
@@ -271,9 +292,7 @@ def _first(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], stacked)
 
 
-def _observation(looks: _Looks, values, weights, length, count) -> Observation:
-    # Undo the dealing, so that an index means the caller's example.
-    values, weights = values.T.ravel()[:count], weights.T.ravel()[:count]
+def _observation(looks: _Looks, values, weights, held, length, measured) -> Observation:
     sane = jnp.isfinite(values) | (weights == 0)
     value = moments.stacked_groups(values, weights, diagonal=False)
     return Observation(
@@ -282,8 +301,9 @@ def _observation(looks: _Looks, values, weights, length, count) -> Observation:
         change=looks.change.moments(),
         path=Path(length, looks.slope.moments(), looks.curvature.moments()),
         count=value.weight,
-        groups=looks.gradient.groups,
+        groups=jnp.sum(held > 0).astype(length.dtype),
         suspect=jnp.where(jnp.all(sane), -1, jnp.argmin(sane)).astype(jnp.int32),
+        measured=measured,
     )
 
 

@@ -20,7 +20,7 @@ from meka.gaussian import (
 from meka.improvement import ImprovementModel, Rule, probability_of_improvement
 from meka.observation import Observation
 from meka.probe import Probe, Scene
-from meka.state import Info, State, initial_state
+from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
 
 
@@ -77,33 +77,42 @@ def scale_by_meka(
         # Observe: noise is averaged over time (MeanVarEMA of Alg. 1).
         value_noise = state.value_noise.add(observation.value.variance, value_decay)
         gradient_noise = state.gradient_noise.add(
-            observation.gradient.variance, noise_decay
+            observation.gradient.variance, noise_decay, observation.measured
         )
+        observation, held = _hold(state.held, observation)
         y = Moments(observation.value.mean, value_noise.mean)
         g = Moments(observation.gradient.mean, gradient_noise.mean)
-        change = observation.change
+        change, path = observation.change, observation.path
 
         # Filter: the value first, since it is moved by the old gradient.
-        path, known = observation.path, _finite(state.gradient.variance)
-        slope_variance = quadratic_form(known, displacement)
+        predicted = predict(state.gradient, change)
+        surprise = tree.subtract(g.mean, predicted.mean)
+        along, surprise_square = tree.dots(
+            (state.gradient.mean, displacement), (surprise, surprise)
+        )
+        moved = path.length**2
+        known = _finite(state.gradient.variance)
+        slope_variance = quadratic_form(known, displacement, moved)
         value, model_error, innovation = _filter_value(
             state.value,
             y,
-            rise=tree.dot(state.gradient.mean, displacement)
-            + path.curvature.mean * path.length**2 / 2,
-            spread=slope_variance + quadratic_form(change.variance, displacement) / 4,
+            rise=along + path.curvature.mean * moved / 2,
+            spread=slope_variance
+            + quadratic_form(change.variance, displacement, moved) / 4,
         )
-        predicted = predict(state.gradient, change)
         gradient, gain = correct(predicted, g)
 
         # Aim.
         heading = direction(gradient)
-        heading_norm = jnp.sqrt(tree.square(heading))
+        square, descent, gradient_square = tree.dots(
+            (heading, heading), (heading, gradient.mean), (gradient.mean, gradient.mean)
+        )
+        heading_norm = jnp.sqrt(square)
 
         # Probe.
         scene = Scene(
             heading,
-            gradient,
+            Moments(-descent, quadratic_form(gradient.variance, heading, square)),
             observation,
             state.direction_norm,
             _per_square(slope_variance, path.length),
@@ -116,7 +125,10 @@ def scale_by_meka(
 
         # Step.
         step_size = rule(model).astype(heading_norm.dtype)
-        scalars = _scalars(g, gradient, change, predicted)
+        scalars = {
+            "gradient_norm": jnp.sqrt(gradient_square),
+            **_spreads(g, gradient, change, predicted, surprise_square),
+        }
         info = Info(
             step_size=step_size,
             gain=average_variance(gain, gradient.mean),
@@ -153,6 +165,7 @@ def scale_by_meka(
             gradient_noise=gradient_noise,
             model=average,
             direction_norm=heading_norm,
+            held=held,
             measuring_length=state.measuring_length,
             info=info,
         )
@@ -227,8 +240,8 @@ def _average_model(
     model = average.mean
     if seen.seen is not True:
         unseen = model._replace(
-            slope=-tree.dot(scene.direction, scene.gradient.mean),
-            slope_variance=quadratic_form(scene.gradient.variance, scene.direction),
+            slope=scene.slope.mean,
+            slope_variance=scene.slope.variance,
             value_variance=value.variance,
         )
         model = tree.select(jnp.asarray(seen.seen), model, unseen)
@@ -249,19 +262,45 @@ def _third_order(floor, model_error, length, heading_norm) -> Array:
     return jnp.minimum(jnp.maximum(inferred, least) ** 2, largest)
 
 
-def _scalars(
-    g: Moments, gradient: Gaussian, change: Moments, predicted: Gaussian
+def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
+    """Fill in the noise of change and curvature where it was not measured.
+
+    Both are held per unit of displacement, as they last were: they follow from the
+    curvature of single examples, which moves slowly.
+    """
+    change, path = observation.change, observation.path
+    if not isinstance(change.variance, jax.Array) or change.variance.ndim:
+        if observation.measured is not True:
+            raise ValueError(
+                "variances per coordinate have to be measured at every step: pass "
+                "noise_every=1 to make_step"
+            )
+        return observation, held
+    measured = jnp.asarray(observation.measured)
+    ratio = _per_square(change.variance, path.length)
+    fresh = Held(ratio, path.curvature.variance)
+    usable = measured & (path.length > 0) & jnp.isfinite(ratio)
+    held = tree.select(usable, fresh, held)
+    if observation.measured is True:
+        return observation, held
+    variance = jnp.where(measured, change.variance, held.change * path.length**2)
+    bend = jnp.where(measured, path.curvature.variance, held.curvature)
+    path = path._replace(curvature=Moments(path.curvature.mean, bend))
+    change = Moments(change.mean, variance)
+    return observation._replace(change=change, path=path), held
+
+
+def _spreads(
+    g: Moments, gradient: Gaussian, change: Moments, predicted: Gaussian, surprise
 ) -> dict[str, Array]:
-    """The parts of `Info` that are reductions over the parameters."""
+    """The parts of `Info` that are averaged over coordinates."""
     noise = average_variance(g.variance, gradient.mean)
     prior = average_variance(predicted.variance, gradient.mean)
-    surprise = tree.square(tree.subtract(g.mean, predicted.mean)) / tree.size(g.mean)
     return {
-        "gradient_norm": jnp.sqrt(tree.square(gradient.mean)),
         "gradient_variance": average_variance(gradient.variance, gradient.mean),
         "gradient_noise": noise,
         "change_noise": average_variance(change.variance, gradient.mean),
-        "gradient_innovation": _ratio(surprise, prior + noise),
+        "gradient_innovation": _ratio(surprise / tree.size(g.mean), prior + noise),
     }
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from meka import moments, tree
 from meka.checks import check_batch, check_losses
-from meka.gaussian import Gaussian, Moments, quadratic_form
+from meka.gaussian import Moments
 from meka.observation import Losses, Observation
 from meka.tree import Array, PyTree
 
@@ -25,7 +25,7 @@ class Scene(NamedTuple):
     """What is known when a direction has been chosen and its length has not."""
 
     direction: PyTree
-    gradient: Gaussian  # the belief after this minibatch
+    slope: Moments  # along it, as the filter has it: -d'm and d'Pd
     observation: Observation
     last_norm: Array  # norm of the last direction, before its step size
     last_variance: Array  # variance of the slope along the last step, per length²
@@ -52,9 +52,9 @@ def current(scene: Scene, curve: Curve) -> Probe:
     """
     _, curvature = curve(scene.direction)
     return Probe(
-        slope=-tree.dot(scene.direction, scene.gradient.mean),
+        slope=scene.slope.mean,
         curvature=curvature.mean,
-        slope_variance=quadratic_form(scene.gradient.variance, scene.direction),
+        slope_variance=scene.slope.variance,
         curvature_variance=curvature.variance,
     )
 

@@ -47,6 +47,13 @@ class Info(NamedTuple):
     rejected: Array  # how many were not, so far
 
 
+class Held(NamedTuple):
+    """Noise as it was last measured, for the steps at which it is not."""
+
+    change: Array  # Q per squared length of the displacement
+    curvature: Array  # variance of the curvature along the displacement
+
+
 class State(NamedTuple):
     """What the next step needs: two parameter-sized buffers and scalars."""
 
@@ -56,6 +63,7 @@ class State(NamedTuple):
     previous_params: PyTree
     value_noise: Average
     gradient_noise: Average
+    held: Held
     model: Average
     direction_norm: Array
     measuring_length: Array
@@ -94,6 +102,7 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         previous_params=previous,
         value_noise=Average.like(zero),
         gradient_noise=Average.like(noise),
+        held=Held(zero, zero),
         model=Average.like(empty),
         direction_norm=zero,
         measuring_length=length.astype(dtype),

@@ -14,6 +14,10 @@ from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
 
+# Noise moves slowly, and measuring it costs as much as the gradient does on small
+# convolutional networks (docs/speed.md).
+_NOISE_EVERY = 8
+
 
 def make_step(
     losses: Losses,
@@ -23,8 +27,9 @@ def make_step(
     transport: Transport = hessian_at_current,
     probe: ProbeFunction = current,
     micro_batches: int = 1,
+    noise_every: int | None = None,
 ) -> StepFunction:
-    """``step(params, state, batch, mask=None) -> (params, state, info)``.
+    """``step(params, state, batch, mask=None, number=None) -> (params, state, info)``.
 
     A pure function, to be jitted, scanned or mapped over seeds by its user. A step
     in which anything is not finite is rejected: parameters and state come back bit
@@ -38,13 +43,29 @@ def make_step(
         `hessian_at_previous` or `difference`.
       probe: where slope and curvature come from: `current` or `lagged`.
       micro_batches: differentiate the batch in this many parts, to save memory.
+      noise_every: split the batch into groups at this many steps (and at each of the
+        first so many), and remember the noise in between; 1 is the paper. By default
+        8, and 1 where variances are kept per coordinate.
+
+    ``number``, the number of the step, decides where noise is measured. It is counted
+    in the state by default; who maps the step over seeds passes it unmapped, since a
+    mapped choice computes both alternatives.
     """
     optimizer = optax.with_extra_args_support(optimizer)
+    if noise_every is not None and noise_every < 1:
+        raise ValueError(f"noise_every={noise_every}: must be at least 1")
 
     def step(
-        params: PyTree, state: PyTree, batch: PyTree, mask: Array | None = None
+        params: PyTree,
+        state: PyTree,
+        batch: PyTree,
+        mask: Array | None = None,
+        number: Array | None = None,
     ) -> tuple[PyTree, PyTree, Info]:
         own = find_state(state)
+        diagonal = tree.same_structure(own.gradient.variance, params)
+        every = noise_every or (1 if diagonal else _NOISE_EVERY)
+        number = own.count if number is None else number
         observation = observe(
             losses,
             params,
@@ -52,9 +73,10 @@ def make_step(
             batch,
             groups=groups,
             transport=transport,
-            diagonal=tree.same_structure(own.gradient.variance, params),
+            diagonal=diagonal,
             mask=mask,
             micro_batches=micro_batches,
+            measure=every == 1 or (number < every) | (number % every == 0),
         )
         along = curve(losses, params, batch, mask=mask, micro_batches=micro_batches)
         updates, new_state = optimizer.update(
