@@ -26,7 +26,9 @@ from meka.tree import Array, PyTree
 
 Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
 Loss: TypeAlias = Callable[[PyTree], tuple[Array, Array]]
-Transport: TypeAlias = Callable[[Loss, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
+Transport: TypeAlias = Callable[
+    [Loss, PyTree, PyTree, PyTree], tuple[Array, PyTree, PyTree]
+]
 
 # Up to here each group is differentiated on its own; more are batched by vmap.
 _UNROLLED_GROUPS = 4
@@ -58,20 +60,19 @@ class Observation(NamedTuple):
 
 
 def hessian_at_current(
-    loss: Loss, params: PyTree, previous: PyTree
+    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
-    displacement = tree.subtract(params, previous)
+    del previous
     both = jax.value_and_grad(loss, has_aux=True)
     ((_, values), gradient), (_, change) = jax.jvp(both, (params,), (displacement,))
     return values, gradient, change
 
 
 def hessian_at_previous(
-    loss: Loss, params: PyTree, previous: PyTree
+    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
-    displacement = tree.subtract(params, previous)
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     slope_of = jax.grad(lambda p: loss(p)[0])
     _, change = jax.jvp(slope_of, (previous,), (displacement,))
@@ -79,9 +80,10 @@ def hessian_at_previous(
 
 
 def difference(
-    loss: Loss, params: PyTree, previous: PyTree
+    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """∇f(θ_t) - ∇f(θ_{t-1}) on the same examples: no Taylor error, no product."""
+    del displacement
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     before = jax.grad(lambda p: loss(p)[0])(previous)
     return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
@@ -129,14 +131,13 @@ def observe(
     check_losses(losses, params, batch, count)
     check_groups(count, groups, micro_batches)
     displacement = tree.subtract(tree.widen(params), tree.widen(previous))
-    length = jnp.sqrt(tree.square(displacement))
-    look = partial(_look, losses, transport, params, previous, displacement, length)
+    look = partial(_look, losses, transport, params, previous, displacement)
     parts = max(groups, micro_batches)
     batch, weights = _fill(batch, mask, -count % parts)
     deal = partial(_deal, parts=parts)
-    dealt = jax.tree.map(deal, (batch, weights))
 
     def in_groups() -> tuple[_Looks, Array]:
+        dealt = jax.tree.map(deal, (batch, weights))
         if micro_batches == 1:
             found, values = _all_groups(look, *dealt, diagonal)
         else:
@@ -156,8 +157,8 @@ def observe(
         measure = True
     else:
         looks, values = jax.lax.cond(measure, in_groups, as_a_whole)
-    held = jnp.sum(dealt[1].reshape(-1, groups, dealt[1].shape[1]), axis=(0, 2))
-    return _observation(looks, values, weights[:count], held, length, measure)
+    held = jnp.sum(weights.reshape(-1, groups), axis=0)
+    return _observation(looks, values, weights[:count], held, measure)
 
 
 class _Looks(NamedTuple):
@@ -167,6 +168,7 @@ class _Looks(NamedTuple):
     change: moments.Summary
     slope: moments.Summary
     curvature: moments.Summary
+    length: Array
 
 
 class _Look(NamedTuple):
@@ -176,10 +178,11 @@ class _Look(NamedTuple):
     change: PyTree
     slope: Array
     curvature: Array
+    length: Array  # of the displacement, the same for all groups
 
 
 def _look(
-    losses, transport, params, previous, displacement, length, batch, weights
+    losses, transport, params, previous, displacement, batch, weights
 ) -> tuple[_Look, Array]:
     """Differentiate the mean loss of one group, and look along the displacement."""
     dtype = tree.scalar_dtype(params)
@@ -190,14 +193,16 @@ def _look(
         check_part(values.shape, weights.shape)
         return jnp.sum(weights.astype(dtype) * values) / total, values
 
-    values, gradient, change = transport(loss, params, previous)
+    tangent = tree.cast_like(displacement, params)
+    values, gradient, change = transport(loss, params, previous, tangent)
     gradient, change = tree.widen(gradient), tree.widen(change)
-    unit = jnp.where(length > 0, length, 1)
-    along_change, along_gradient = tree.dots(
-        (change, displacement), (gradient, displacement)
+    along_change, along_gradient, square = tree.dots(
+        (change, displacement), (gradient, displacement), (displacement, displacement)
     )
+    length = jnp.sqrt(square)
+    unit = jnp.where(length > 0, length, 1)
     slope, curvature = (along_change - along_gradient) / unit, along_change / unit
-    return _Look(gradient, change, slope, curvature / unit), values
+    return _Look(gradient, change, slope, curvature / unit, length), values
 
 
 def _summarise(
@@ -208,6 +213,7 @@ def _summarise(
         summary(look.change, weight, diagonal=diagonal),
         summary(look.slope, weight, diagonal=False),
         summary(look.curvature, weight, diagonal=False),
+        jnp.max(look.length),
     )
 
 
@@ -218,7 +224,8 @@ def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
     slope, curvature = moments.merge(
         (a.slope, b.slope), (a.curvature, b.curvature), diagonal=False
     )
-    return _Looks(gradient, change, slope, curvature)
+    length = jnp.maximum(a.length, b.length)
+    return _Looks(gradient, change, slope, curvature, length)
 
 
 def _all_groups(look, batch, weights, diagonal) -> tuple[_Looks, Array]:
@@ -292,16 +299,16 @@ def _first(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], stacked)
 
 
-def _observation(looks: _Looks, values, weights, held, length, measured) -> Observation:
+def _observation(looks: _Looks, values, weights, held, measured) -> Observation:
     sane = jnp.isfinite(values) | (weights == 0)
     value = moments.stacked_groups(values, weights, diagonal=False)
     return Observation(
         value=value.moments(),
         gradient=looks.gradient.moments(),
         change=looks.change.moments(),
-        path=Path(length, looks.slope.moments(), looks.curvature.moments()),
+        path=Path(looks.length, looks.slope.moments(), looks.curvature.moments()),
         count=value.weight,
-        groups=jnp.sum(held > 0).astype(length.dtype),
+        groups=jnp.sum(held > 0).astype(value.weight.dtype),
         suspect=jnp.where(jnp.all(sane), -1, jnp.argmin(sane)).astype(jnp.int32),
         measured=measured,
     )

@@ -96,8 +96,7 @@ def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info
     """Apply the updates, or nothing at all if the step or its result is not finite."""
     new_params = optax.apply_updates(params, updates)
     info = find_state(new_state).info
-    finite = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new_params)
-    sound = info.accepted & jnp.all(jnp.stack(jax.tree.leaves(finite)))
+    sound = info.accepted & tree.is_finite(new_params)
     before = find_state(state).info
     refused = before._replace(
         suspect=jnp.where(info.accepted, -1, info.suspect),

@@ -42,8 +42,7 @@ def dots(*pairs: tuple[PyTree, PyTree]) -> list[Array]:
     left = [jax.tree.leaves(a) for a, _ in pairs]
     right = [jax.tree.leaves(b) for _, b in pairs]
     totals = [jnp.zeros((), dtype) for _ in pairs]
-    alone = jax.default_backend() == "cpu" and jax.device_count() == 1
-    leaf_sums = _one_pass if alone else _contractions
+    leaf_sums = _one_pass if _alone() else _contractions
     columns = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
     for number, (xs, ys) in enumerate(columns):
         sums = [s.astype(dtype) for s in leaf_sums(xs, ys)]
@@ -51,10 +50,14 @@ def dots(*pairs: tuple[PyTree, PyTree]) -> list[Array]:
     return totals
 
 
+def _alone() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
 # Long sums are folded by one of these until they are short: XLA unrolls a reduction
 # over so few rows, which makes the loop over the columns a vector loop.
 _FOLDS = (8, 7, 6, 9, 10, 5, 4, 3)
-_SHORT = 512
+_SHORT = 128
 
 
 def _one_pass(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
@@ -129,6 +132,18 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 def select(condition: Array, a: PyTree, b: PyTree) -> PyTree:
     """``a`` where the scalar condition holds, else ``b``, bit for bit."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def is_finite(tree: PyTree) -> Array:
+    """Whether every coordinate is."""
+    if not _alone():
+        finite = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
+        return jnp.all(jnp.stack(jax.tree.leaves(finite)))
+    # Zero times anything finite is zero, and sums are vector loops, if there are two:
+    # a lone one would go to a library that hands it to other threads.
+    zero = jnp.zeros((), jnp.float32)
+    sums = [_one_pass([x, x], [zero, -zero]) for x in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack([x + y == 0 for x, y in sums]))
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
