@@ -208,11 +208,14 @@ def switch(first: Rule, then: Rule, after: int) -> Rule:
 
 
 def corrected_average(history: list, decay: float) -> np.ndarray | float:
-    """Exponentially weighted mean of everything so far, weights summing to one."""
-    ages = np.arange(len(history))[::-1]
-    weights = (1 - decay) * decay**ages
-    weights = weights / (1 - decay ** len(history))
-    return np.tensordot(weights, np.asarray(history), 1)
+    """Exponentially weighted mean of what was seen (not None), weights summing to one.
+
+    An entry's age is counted in steps, whether or not something was seen at each.
+    """
+    ages = [age for age, x in enumerate(history[::-1]) if x is not None]
+    seen = [x for x in history[::-1] if x is not None]
+    weights = decay ** np.array(ages, float)
+    return np.tensordot(weights / weights.sum(), np.asarray(seen), 1)
 
 
 def kalman(prior_mean, prior_variance, seen, noise):
@@ -237,6 +240,7 @@ class Reference:
     direction: str
     diagonal: bool
     groups: int
+    noise_every: int = 1
     value_decay: float = 0.999
     noise_decay: float = 0.999
     model_decay: float = 0.999
@@ -255,6 +259,7 @@ class Reference:
         self.m, self.u, self.s = np.zeros(d), 0.0, self.prior_variance
         self.P = np.full(d if self.diagonal else (), self.prior_variance)
         self.direction_norm = 0.0
+        self.held_change, self.held_bend = 0.0, 0.0
         self.measuring_length = 1e-4 * (1 + np.linalg.norm(self.theta))
 
     def grouped(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -291,8 +296,13 @@ class Reference:
         g, sigma = self.grouped(gradients)
         change, Q = self.grouped(changes)
         sigma, Q = self.shaped(sigma), self.shaped(Q)
+        measured = self.count % self.noise_every == 0 or self.count < self.noise_every
+        if measured and length > 0:
+            self.held_change = Q / length**2
+        if not measured:
+            Q = self.held_change * length**2
         self.value_noises.append(r)
-        self.gradient_noises.append(sigma)
+        self.gradient_noises.append(sigma if measured else None)
         r = corrected_average(self.value_noises, self.value_decay)
         sigma = corrected_average(self.gradient_noises, self.noise_decay)
 
@@ -324,6 +334,10 @@ class Reference:
             unit = delta / length if length > 0 else delta
             slope, _ = self.grouped((changes - gradients) @ unit)
             bend, bend_noise = self.grouped(changes @ unit / (length or 1.0))
+            if measured and length > 0:
+                self.held_bend = bend_noise
+            if not measured:
+                bend_noise = self.held_bend
             probed = (slope * last, bend * last**2, self.s)
             probed = (*probed, slope_noise / (length or 1.0) ** 2 * last**2)
             probed = (*probed, bend_noise * last**4)
@@ -331,12 +345,12 @@ class Reference:
         if self.third_order is not None:
             inferred = model_error / length**6 if length > 0 else 0.0
             sixth = max(inferred, self.third_order) * norm_d**6
-        if seen:
-            self.models.append((*probed, sixth))
+        self.models.append((*probed, sixth) if seen else None)
+        blank = all(entry is None for entry in self.models)
 
         # Average over time; where nothing was seen, the filter and what was known.
         model = Model(0, 0, 0, 0, 0, 0)
-        if self.models:
+        if not blank:
             average = corrected_average(self.models, self.model_decay)
             model = Model(*np.asarray(average, float))
         if not seen:
@@ -344,7 +358,7 @@ class Reference:
                 slope=filtered[0], slope_variance=filtered[1], value_variance=self.s
             )
         flat = model.curvature == 0 and model.value_variance == 0
-        if not self.models or flat:
+        if blank or flat:
             bend = model.slope * norm_d / self.measuring_length
             model = model._replace(curvature=bend)
 

@@ -49,7 +49,10 @@ def test_stacked_and_merged_in_any_order(weights, random, diagonal):
         for j in order
     ]
     middle = len(ones) // 2
-    merge = partial(moments.merge, diagonal=diagonal)
+
+    def merge(a: moments.Summary, b: moments.Summary) -> moments.Summary:
+        return moments.merge((a, b), diagonal=diagonal)[0]
+
     merged = merge(reduce(merge, ones[:middle]), reduce(merge, ones[middle:]))
     mean, variance = expected(means.astype(float), w.astype(float))
     for summary in (stacked, merged):
@@ -114,5 +117,5 @@ def test_one_group_and_no_group_have_no_variance():
     assert one.moments() == (3, 0)
     none = moments.one_group(jnp.float32(3), jnp.float32(0), diagonal=False)
     assert none.groups == 0
-    both = moments.merge(none, one, diagonal=False)
+    (both,) = moments.merge((none, one), diagonal=False)
     assert (both.groups, both.weight, both.mean, both.scatter) == (1, 4, 3, 0)

@@ -80,9 +80,9 @@ def descend(*, noisy: bool) -> Run:
     return over_seeds(step, optimizer.init)
 
 
-def filtered(rule: Rule) -> Run:
+def filtered(rule: Rule, **options) -> Run:
     optimizer = meka.meka(rule)
-    return over_seeds(meka.make_step(losses, optimizer), optimizer.init)
+    return over_seeds(meka.make_step(losses, optimizer, **options), optimizer.init)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ def runs() -> dict[str, Run]:
             "gradient descent": descend(noisy=False),
             "sgd": descend(noisy=True),
             "fixed": filtered(meka.constant(1 / LARGEST)),
+            "every step": filtered(meka.constant(1 / LARGEST), noise_every=1),
             "probability": filtered(meka.probability_of_improvement),
         }
 
@@ -114,7 +115,7 @@ def test_probability_of_improvement_is_lower_still(runs):
 
 def test_the_filter_narrows_in_as_in_the_proof(runs):
     """P_t = Σ/(t+1): here with Σ estimated from two groups, so within 15 %."""
-    info = runs["fixed"].info
+    info = runs["every step"].info
     assert not info.rejected.any()
     t = np.array([300, 1000, 2999])
     share = info.gradient_variance[:, t] / info.gradient_noise[:, t] * (t + 1)

@@ -317,7 +317,8 @@ def test_garbage_in_padding_does_not_matter_and_equals_the_short_batch():
         want, want_state, want_info = short(want, want_state, few)
         assert info.accepted
         assert info.suspect == -1
-        close(params, want, 1e-5)
+        # The second step's curvature is a difference over a very short distance.
+        close(params, want, 1e-5 if t < 1 else 1e-3)
         close(info.noise_scale, want_info.noise_scale, 1e-3)
 
 

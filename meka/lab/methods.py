@@ -24,8 +24,9 @@ class Method:
 
     Attributes:
         init: state from parameters.
-        step: parameters, state and a minibatch to new parameters, new state and scalars
-            to log, among them "loss", the mean over the minibatch.
+        step: parameters, state, a minibatch and the number of the step (None: as
+            counted in the state) to new parameters, new state and scalars to log,
+            among them "loss", the mean over the minibatch.
         evaluate: the parameters to evaluate, from parameters and state.
         refresh_every: steps between calls of ``refresh``, the first before step one.
         refresh: new state from parameters, state and a function that takes parameters
@@ -33,7 +34,7 @@ class Method:
     """
 
     init: Callable[[PyTree], PyTree]
-    step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, dict[str, Any]]]
+    step: Callable[..., tuple[PyTree, PyTree, dict[str, Any]]]
     evaluate: Callable[[PyTree, PyTree], PyTree]
     refresh_every: int | None = None
     refresh: Callable[[PyTree, PyTree, Callable[[PyTree], PyTree]], PyTree] | None = (
@@ -102,7 +103,7 @@ def drive(
         return Driven(jnp.zeros((), jnp.int32), state)
 
     def step(
-        params: PyTree, state: Driven, batch: PyTree
+        params: PyTree, state: Driven, batch: PyTree, number: Any = None
     ) -> tuple[PyTree, Driven, dict[str, Any]]:
         value, gradient = jax.value_and_grad(
             lambda params: jnp.mean(losses(params, batch))
@@ -225,7 +226,10 @@ def svrg(losses: Losses, plan: Plan, *, refresh_every: int | None = None) -> Met
     rate = plan.rate()
 
     def step(
-        params: PyTree, state: variance_reduction.SvrgState, batch: PyTree
+        params: PyTree,
+        state: variance_reduction.SvrgState,
+        batch: PyTree,
+        number: Any = None,
     ) -> tuple[PyTree, variance_reduction.SvrgState, dict[str, Any]]:
         step_size = jnp.asarray(rate(state.count), jnp.float32)
         params, state, loss = variance_reduction.step(
@@ -250,6 +254,7 @@ def ours(
     transport: Transport | None = None,
     probe: ProbeName | None = None,
     micro_batches: int | None = None,
+    noise_every: int | None = None,
     scale: float = 1.0,
     diagonal: bool | None = None,
     decay: float | None = None,
@@ -293,15 +298,16 @@ def ours(
         **_given(
             groups=groups,
             micro_batches=micro_batches,
+            noise_every=noise_every,
             transport=transport and getattr(meka, transport),
             probe=probe and getattr(meka, probe),
         ),
     )
 
     def step(
-        params: PyTree, state: PyTree, batch: PyTree
+        params: PyTree, state: PyTree, batch: PyTree, number: Any = None
     ) -> tuple[PyTree, PyTree, dict[str, Any]]:
-        params, state, info = stepper(params, state, batch)
+        params, state, info = stepper(params, state, batch, number=number)
         scalars = _scalars(info)
         return params, state, {"loss": scalars.pop("observed"), **scalars}
 
