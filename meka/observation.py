@@ -137,12 +137,12 @@ def observe(
     deal = partial(_deal, parts=parts)
 
     def in_groups() -> tuple[_Looks, Array]:
-        dealt = jax.tree.map(deal, (batch, weights))
+        hands, shares = jax.tree.map(deal, batch), deal(weights)
         if micro_batches == 1:
-            found, values = _all_groups(look, *dealt, diagonal)
+            found, values = _all_groups(look, hands, shares, diagonal)
         else:
             found, values = _micro_batches(
-                look, *dealt, groups, micro_batches, diagonal
+                look, hands, shares, groups, micro_batches, diagonal
             )
         return found, values.T.ravel()[:count]  # an index means the caller's example
 

@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import meka
-from meka import Gaussian, Moments
+from meka import Moments
 from meka.observation import Path
 
 

@@ -199,9 +199,7 @@ class Loop:
             batch = jax.tree.map(lambda x: x[indices], data)
         if workload.augment is not None:
             batch = workload.augment(augment_key, batch)
-        params, state, info = self.method.step(
-            carry.params, carry.state, batch, number
-        )
+        params, state, info = self.method.step(carry.params, carry.state, batch, number)
         average = carry.average
         if self._average:
             share = (_AVERAGING + 1) / (number + _AVERAGING + 1)

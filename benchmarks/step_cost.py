@@ -1,0 +1,264 @@
+"""What a step costs, in seconds and bytes, beside Adam's, in one process.
+
+    python -m benchmarks.step_cost                          # the MLP, every setting
+    python -m benchmarks.step_cost --model resnet32         # the main settings
+    python -m benchmarks.step_cost --model cnn --settings all --json FILE
+    python -m benchmarks.step_cost --grow batch             # 32 ... 1024 examples
+    python -m benchmarks.step_cost --grow width             # wider and wider MLPs
+
+All settings take turns (benchmarks/timing.py); a ratio is the median over rounds of
+the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
+step holds at once: arguments, results and work space. On a GPU a call is a compiled
+loop of steps, as in training, so that the host's dispatch is not measured.
+
+Products counts the matrix products of a layer: a gradient has 3, a gradient with a
+Hessian-vector product 9, two gradients 6, the current probe 5 more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import meka
+from benchmarks import networks, timing
+
+PyTree = Any
+PAPER = {  # seconds a step as multiples of SGD's (its table 2): fixed, adaptive
+    "mlp": (1.10, 1.00),
+    "cnn": (0.83, 1.34),
+    "resnet32": (1.68, 2.97),
+}
+TRANSPORTS = {
+    "hessian_at_current": (meka.hessian_at_current, 9),
+    "hessian_at_previous": (meka.hessian_at_previous, 9),
+    "difference": (meka.difference, 6),
+}
+PROBES = {"current": (meka.current, 5), "lagged": (meka.lagged, 0)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step to time: the carry it starts from, and what it does to it."""
+
+    name: str
+    products: int
+    start: Callable[[PyTree], PyTree]
+    step: Callable[[PyTree, PyTree], PyTree]
+
+
+def plain(network: networks.Network, name: str, optimizer) -> Setting:
+    gradient = networks.gradient(network)
+
+    def step(carry, batch):
+        params, state = carry
+        _, g = gradient(params, batch)
+        updates, state = optimizer.update(g, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Setting(name, 3, lambda p: (p, optimizer.init(p)), step)
+
+
+def gradient_alone(network: networks.Network) -> Setting:
+    gradient = networks.gradient(network)
+
+    def step(carry, batch):
+        # The gradient is the next carry, shifted by the value so that it is needed too.
+        value, g = gradient(carry, batch)
+        return jax.tree.map(lambda x: x + value.astype(x.dtype), g)
+
+    return Setting("value_and_grad", 3, lambda p: p, step)
+
+
+def ours(network, name, products, optimizer, **options) -> Setting:
+    take = meka.make_step(network.losses, optimizer, **options)
+
+    def step(carry, batch):
+        params, state, _ = take(*carry, batch)
+        return params, state
+
+    return Setting(name, products, lambda p: (p, optimizer.init(p)), step)
+
+
+def main_settings(network: networks.Network) -> list[Setting]:
+    fixed = meka.meka(meka.constant(1e-3))
+    lagged = {"probe": meka.lagged}
+    return [
+        plain(network, "adam", optax.adam(1e-3)),
+        plain(network, "sgd", optax.sgd(1e-3)),
+        gradient_alone(network),
+        ours(network, "meka fixed step", 9, fixed, **lagged),
+        ours(network, "meka PI (default)", 14, meka.meka()),
+        ours(network, "adameka PI (default)", 14, meka.adameka()),
+        ours(
+            network,
+            "meka PI, difference, lagged",
+            6,
+            meka.meka(),
+            transport=meka.difference,
+            **lagged,
+        ),
+        ours(network, "meka PI, noise at every step", 14, meka.meka(), noise_every=1),
+    ]
+
+
+def all_settings(network: networks.Network, batch_size: int) -> list[Setting]:
+    settings = main_settings(network)
+    for transport, (move, products) in TRANSPORTS.items():
+        for probe, (look, more) in PROBES.items():
+            for groups in (2, 8, batch_size):
+                label = "n" if groups == batch_size else str(groups)
+                settings.append(
+                    ours(
+                        network,
+                        f"{transport}, {probe}, groups {label}",
+                        products + more,
+                        meka.meka(),
+                        transport=move,
+                        probe=look,
+                        groups=groups,
+                    )
+                )
+    return settings
+
+
+def prepare(
+    setting: Setting, params: PyTree, batch: PyTree, loop: int
+) -> tuple[timing.Contestant, int]:
+    """Compile a setting; also the bytes that one of its steps holds at once."""
+    carry = jax.tree.map(jnp.copy, setting.start(params))
+
+    def several(carry: PyTree, batch: PyTree) -> PyTree:
+        return jax.lax.fori_loop(0, loop, lambda _, c: setting.step(c, batch), carry)
+
+    one = jax.jit(setting.step, donate_argnums=0).lower(carry, batch).compile()
+    memory, step = timing.peak_bytes(one), one
+    if loop > 1:
+        step = jax.jit(several, donate_argnums=0).lower(carry, batch).compile()
+    return timing.Contestant(setting.name, step, carry, batch, loop), memory
+
+
+def measure(
+    settings: list[Setting], params: PyTree, batch: PyTree, loop: int, rounds: int
+) -> list[dict[str, Any]]:
+    contestants, memory = [], []
+    for number, setting in enumerate(settings, 1):
+        say(f"compiling {number}/{len(settings)}: {setting.name}")
+        contestant, held = prepare(setting, params, batch, loop)
+        contestants.append(contestant)
+        memory.append(held)
+
+    def progress(done: int) -> None:
+        if done % 10 == 0:
+            say(f"round {done}/{rounds}")
+
+    timing.interleave(contestants, rounds=rounds, progress=progress)
+    return [
+        {
+            "name": setting.name,
+            "products": setting.products,
+            **timing.summary(contestant, contestants[0]),
+            "bytes": held,
+            "bytes_ratio": held / memory[0],
+        }
+        for setting, contestant, held in zip(settings, contestants, memory, strict=True)
+    ]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'':40} {'products':>8} {'ms':>9} {'x adam':>7} {'quartiles':>13} "
+        f"{'MB':>8} {'x adam':>7}"
+    ]
+    lines += [
+        f"{r['name']:40} {r['products']:8d} {1e3 * r['seconds']:9.3f} "
+        f"{r['ratio']:7.2f} {r['ratio_low']:6.2f}-{r['ratio_high']:<6.2f} "
+        f"{r['bytes'] / 1e6:8.1f} {r['bytes_ratio']:7.2f}"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def growth(kind: str, network_name: str, loop: int, rounds: int) -> list[dict]:
+    """Main settings over batch sizes, or over widths of the MLP."""
+    cases = []
+    if kind == "batch":
+        network = networks.NETWORKS[network_name]()
+        cases = [(n, network, n) for n in (32, 64, 128, 256, 512, 1024)]
+    else:
+        cases = [(w, networks.mlp(w), 128) for w in (100, 400, 1600, 6400)]
+    found = []
+    for value, network, n in cases:
+        say(f"{kind} {value}")
+        per_example = ours(network, "groups n", 14, meka.meka(), groups=n)
+        settings = [*main_settings(network), per_example]
+        params, batch = network.init(), network.batch(n)
+        rows = measure(settings, params, batch, loop, rounds)
+        print(f"\n{kind} {value}, {networks.count(params):,} parameters")
+        print(table(rows), flush=True)
+        found += [{kind: value, **row} for row in rows]
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "gpu"))
+    parser.add_argument("--model", choices=networks.NETWORKS, default="mlp")
+    parser.add_argument("--settings", choices=("main", "all"))
+    parser.add_argument("--grow", choices=("batch", "width"))
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--loop", type=int, help="steps in one compiled call")
+    parser.add_argument("--json", help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    if given.device:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(given.device, "cpu"))
+    backend = jax.default_backend()
+    loop = given.loop or (1 if backend == "cpu" else 8)
+    device = jax.devices()[0].device_kind
+    print(f"jax {jax.__version__}, {device}, python {platform.python_version()}")
+    if given.grow:
+        rows = growth(given.grow, given.model, loop, given.rounds)
+    else:
+        network = networks.NETWORKS[given.model]()
+        size = given.batch_size or network.batch_size
+        every = given.settings or ("all" if given.model == "mlp" else "main")
+        settings = (
+            all_settings(network, size) if every == "all" else main_settings(network)
+        )
+        params, batch = network.init(), network.batch(size)
+        rows = measure(settings, params, batch, loop, given.rounds)
+        print(f"{given.model}, {networks.count(params):,} parameters, batch {size}")
+        print(table(rows))
+        if given.model in PAPER:
+            fixed, adaptive = PAPER[given.model]
+            sgd = next(r for r in rows if r["name"] == "sgd")["seconds"]
+            print(f"the paper, over SGD: fixed {fixed}, adaptive {adaptive}; here:")
+            for r in rows[3:6]:
+                print(f"  {r['name']}: {r['seconds'] / sgd:.2f}")
+    if given.json:
+        about = {"jax": jax.__version__, "device": device, "backend": backend}
+        about |= {"model": given.model, "loop": loop, "rounds": given.rounds}
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump({**about, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Noise that is measured at some steps and remembered between them."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meka
+
+SIZE, BATCH, STEPS, SEEDS, EVERY = 6, 16, 400, 24, 8
+SCALES = np.linspace(0.5, 2.0, SIZE).astype(np.float32)
+
+
+def losses(params, batch):
+    """A linear slope and a curvature, both different for every example."""
+    slope, curvature = batch
+    return slope @ params + 0.5 * curvature @ (params * params)
+
+
+def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(key)
+    slope = jax.random.normal(keys[0], (BATCH, SIZE)) * SCALES
+    return slope, 1 + 0.5 * jax.random.normal(keys[1], (BATCH, SIZE))
+
+
+@cache
+def runs(every: int) -> meka.Info:
+    """What SEEDS runs of a tiny constant step tell; they hardly move."""
+    optimizer = meka.meka(meka.constant(1e-4), noise_decay=0.99)
+    step = meka.make_step(losses, optimizer, probe=meka.lagged, noise_every=every)
+
+    def one(carry, number, key):
+        params, state, info = step(*carry, draw(key), number=number)
+        return (params, state), info
+
+    def body(carry, t):
+        keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), t))(seeds)
+        return jax.vmap(one, (0, None, 0))(carry, t, keys)
+
+    seeds = jnp.arange(SEEDS)
+    params = jnp.ones((SEEDS, SIZE))
+    state = jax.vmap(optimizer.init)(params)
+    return jax.jit(lambda: jax.lax.scan(body, (params, state), jnp.arange(STEPS)))()[1]
+
+
+def held_to(estimates: np.ndarray, truth: float, bars: float = 4.5) -> None:
+    """Each seed's average over time is one sample of an estimate."""
+    samples = np.asarray(estimates, float).mean(axis=0)
+    error = samples.std(ddof=1) / np.sqrt(len(samples))
+    assert abs(samples.mean() - truth) < bars * error
+    assert error < 0.1 * truth
+
+
+@pytest.mark.parametrize("every", [1, EVERY])
+def test_the_noise_of_the_gradient_is_unbiased(every):
+    """tr Σ/d: the slopes' variance plus, at parameters of one, the curvatures'."""
+    truth = float(np.mean(SCALES**2 + 0.25)) / BATCH
+    held_to(runs(every).gradient_noise[STEPS // 2 :], truth)
+
+
+@pytest.mark.parametrize("every", [1, EVERY])
+def test_the_noise_of_the_change_is_unbiased(every):
+    """Q/|δ|² is the variance of the curvatures, 0.25, over n and the dimension."""
+    info = runs(every)
+    lengths = np.asarray(info.displacement_norm[1:], float)
+    held_to(info.change_noise[1:] / lengths**2, 0.25 / BATCH / SIZE)
+
+
+def test_measured_at_the_first_steps_and_then_now_and_then():
+    """Between measurements what is remembered does not change, and then it does."""
+    info = runs(EVERY)
+    ratio = np.asarray(info.change_noise / info.displacement_norm**2)[1:]
+    moved = ~np.isclose(ratio[1:], ratio[:-1], rtol=1e-3).all(axis=1)
+    at = np.flatnonzero(moved) + 2
+    assert set(range(2, EVERY)) <= set(at)
+    assert set(at[at >= EVERY]) == set(range(EVERY, STEPS, EVERY))
+
+
+def test_the_gradient_itself_is_that_of_the_whole_batch():
+    """Whether or not its noise is measured."""
+    params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
+    batch = draw(jax.random.key(3))
+    observe = jax.jit(
+        lambda measure: meka.observe(losses, params, previous, batch, measure=measure)
+    )
+    split, whole = observe(jnp.asarray(True)), observe(jnp.asarray(False))
+    for one, other in ((split.gradient, whole.gradient), (split.change, whole.change)):
+        np.testing.assert_allclose(one.mean, other.mean, rtol=1e-5)
+        assert one.variance > 0
+        assert other.variance == 0
+    assert split.value == whole.value
+    assert split.groups == whole.groups == 2
+    assert bool(split.measured)
+    assert not bool(whole.measured)
+    np.testing.assert_allclose(
+        split.path.curvature.mean, whole.path.curvature.mean, rtol=1e-5
+    )
+
+
+def test_where_both_are_needed_for_nothing_only_one_is_computed():
+    """A mapped choice computes both; with the step's number given it is no choice."""
+    optimizer = meka.meka()
+    step = meka.make_step(losses, optimizer)
+    params = jnp.ones((3, SIZE))
+    state = jax.vmap(optimizer.init)(params)
+    batch = jax.vmap(draw)(jax.random.split(jax.random.key(0), 3))
+
+    def text(number, axis):
+        mapped = jax.vmap(lambda p, s, b, n: step(p, s, b, number=n), (0, 0, 0, axis))
+        return str(jax.make_jaxpr(mapped)(params, state, batch, number))
+
+    assert "cond" in text(jnp.int32(0), None)
+    assert "cond" not in text(jnp.zeros(3, jnp.int32), 0)
+
+
+def test_variances_per_coordinate_are_measured_at_every_step():
+    optimizer = meka.meka(diagonal=True)
+    params, batch = jnp.ones(SIZE), draw(jax.random.key(0))
+    state = optimizer.init(params)
+    step = meka.make_step(losses, optimizer)
+    assert "cond" not in str(jax.make_jaxpr(step)(params, state, batch))
+    step = meka.make_step(losses, optimizer, noise_every=8)
+    with pytest.raises(ValueError, match="noise_every=1"):
+        step(params, state, batch)
+    with pytest.raises(ValueError, match="noise_every=0: must be at least 1"):
+        meka.make_step(losses, optimizer, noise_every=0)
