@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
+from meka.checks import check_wrappers
 from meka.observation import Losses, Transport, hessian_at_current, observe
 from meka.probe import ProbeFunction, current, curve
 from meka.state import Info, find_state, replace_info
@@ -44,6 +45,7 @@ def make_step(
     def step(
         params: PyTree, state: PyTree, batch: PyTree, mask: Array | None = None
     ) -> tuple[PyTree, PyTree, Info]:
+        check_wrappers(state)
         own = find_state(state)
         observation = observe(
             losses,
