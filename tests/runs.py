@@ -6,8 +6,8 @@ from pathlib import Path
 def outcome(path: Path) -> dict[str, bytes]:
     """Everything of a finished run that must be the same every time.
 
-    The metrics, and the last checkpoint: parameters, optimizer state and averages. There
-    are no random keys to save, since they follow from the seed and the step number.
+    The metrics, and the last checkpoint: parameters, optimizer state and averages.
+    Random keys are not saved: they follow from the seed and the step number.
     """
     last = max(path.glob("checkpoints/step-????????"))
     files = [path / "metrics.jsonl", *sorted(last.iterdir())]

@@ -34,9 +34,9 @@ def test_a_sound_step_traces():
 
 def test_integer_parameters_are_named():
     params = {"w": jnp.ones(3), "layers": [{"table": jnp.arange(3)}]}
-    with pytest.raises(TypeError, match=r"params\['layers'\]\[0\]\['table'\].*int32"):
+    with pytest.raises(TypeError, match=r"params\['layers'\]\[0\]\['table'\].*int\d\d"):
         meka.meka().init(params)
-    with pytest.raises(TypeError, match=r"\['table'\].*int32.*\n?.*eqx\.partition"):
+    with pytest.raises(TypeError, match=r"\['table'\].*int\d\d.*\n?.*eqx\.partition"):
         trace(params=params, optimizer=meka.adameka())
 
 
@@ -99,7 +99,7 @@ def test_losses_of_the_wrong_shape(wrong, message):
 
 
 def test_losses_that_are_not_real():
-    with pytest.raises(TypeError, match="returned dtype int32"):
+    with pytest.raises(TypeError, match=r"returned dtype int\d\d"):
         trace(losses=lambda p, b: jnp.arange(4))
 
 

@@ -1,4 +1,4 @@
-"""A step is accepted, or rejected and counted, or raises; it is never silently wrong."""
+"""A step is accepted, or rejected and counted, or raises; never silently wrong."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import traps
-from traps import PROBES, RULES, TRANSPORTS, all_finite, bits, compiled, without_verdict
+from traps import PROBES, TRANSPORTS, all_finite, bits, compiled, without_verdict
 
 import meka
 from meka.lab import culprit
@@ -41,12 +41,11 @@ def injected(way, steps: int, seed: int) -> dict[str, int]:
     counts = dict.fromkeys(visible, 0)
     for number in range(steps):
         good = traps.batch(rng, bend=[1.0, 2.0, 0.5])
-        name = visible[rng.integers(len(visible))]
+        name = visible[sum(counts.values()) % len(visible)]
         fields, _, _ = FAULTS[name]
         now = float(params["p"][0])
         before = float(meka.find_state(state).previous_params["p"][0])
-        # Where nothing has moved yet, before is now, and that is another fault.
-        if rng.random() < 0.5 and now != before:
+        if rng.random() < 0.5:
             row = int(rng.integers(traps.COUNT))
             at = {"now": now, "before": before}.get(str(fields.get("at")), 0.0)
             bad = traps.changed(good, row, **(fields | {"at": at}))
@@ -95,23 +94,13 @@ def test_many_bad_examples(way, tried):
 def test_where_no_example_is_to_blame_none_is_named():
     optimizer, step = compiled()
     params = traps.start()
-    # Each loss is finite, and their sum is not.
-    batch = traps.batch(constant=3e38)
+    # Each loss is finite, and so would be the step on any of them; their spread is not.
+    batch = traps.batch(constant=np.tile([3e38, -3e38], traps.COUNT // 2))
     state = optimizer.init(params)
     _, _, info = step(params, state, batch)
     assert not info.accepted
-    assert culprit.find(lambda b: step(params, state, b)[2].accepted, batch) in (-1, 0)
-    # Nor is anyone where the second half is bad in company alone.
-    halves = {"left": [0, 1, 2, 3], "right": [4, 5, 6, 7]}
-    seen = []
-
-    def only_all_together(batch):
-        rows = sorted(set(batch.tolist()))
-        seen.append(rows)
-        return rows in halves.values()
-
-    assert culprit.find(only_all_together, jnp.arange(8)) == -1
-    assert seen == list(halves.values())
+    assert info.suspect == -1
+    assert culprit.find(lambda b: step(params, state, b)[2].accepted, batch) == -1
     for row in range(7):
         assert culprit.find(lambda b, row=row: row not in b, jnp.arange(7)) == row
 
@@ -185,86 +174,3 @@ def test_a_ragged_last_batch_is_its_real_examples(rng, tried):
         tried(degenerate_batches=1)
 
 
-# Extremes -----------------------------------------------------------------------------
-
-
-@pytest.mark.fault(4)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["meka", "adameka"])
-def test_any_scale_is_finite_or_rejected(family, dtype, tried):
-    optimizer, step = compiled(family=family)
-    rng = np.random.default_rng(4)
-    accepted = 0
-    decades = np.linspace(-30, 30, 41)
-    cases = [(10.0**d, 10.0**c, 0.0) for d in decades for c in (d, 0, -d)]
-    cases += [(1.0, 1.0, sign * 10.0**c) for c in range(20, 39) for sign in (-1, 1)]
-    for slope, bend, constant in cases:
-        params = traps.start(dtype=dtype)
-        state = optimizer.init(params)
-        for _ in range(4):
-            batch = traps.batch(rng, constant=constant)
-            batch["linear"] = np.float32(slope) * (1 + batch["linear"])
-            batch["bend"] += np.float32(bend)
-            new, new_state, info = step(params, state, batch)
-            assert np.isfinite(info.step_size)
-            assert info.step_size >= 0
-            if info.accepted:
-                assert all_finite((new, info))
-                own = meka.find_state(new_state)
-                assert own.gradient.variance >= 0
-                assert own.value.variance >= 0
-                accepted += 1
-            else:
-                assert bits(new) == bits(params)
-                assert bits(without_verdict(new_state)) == bits(without_verdict(state))
-            params, state = new, new_state
-            tried(steps=1)
-    # Most of it is not out of range at all: rejecting everything would be no feat.
-    assert accepted > 2 * len(cases), accepted
-
-
-# Curvature that is not positive -------------------------------------------------------
-
-LANDSCAPES = {
-    "saddle": {"bend": [1.0, -1.0, -0.5], "quartic": 0.01},
-    "saddle without a floor": {"bend": [1.0, -1.0, 0.5]},
-    "negative everywhere": {"bend": -1.0, "quartic": 1e-3},
-    "no curvature at all": {"linear": [1.0, -2.0, 0.5]},
-    "cubic well": {"linear": -1.0, "cubic": 2.0, "quartic": 0.1},
-    "upside-down cubic": {"linear": 1.0, "cubic": -2.0, "quartic": 0.1},
-    "double well": {"bend": -1.0, "quartic": 1.0},
-    "flat at the start": {"quartic": 1.0},
-}
-
-
-@pytest.mark.fault(6)
-@pytest.mark.parametrize("probe", PROBES)
-@pytest.mark.parametrize("rule", RULES)
-def test_curvature_that_is_not_positive(rule, probe, tried):
-    """Every step is finite; the first ones move; the loss ends no higher than before.
-
-    With exact losses no step may raise it by more than a fraction of its range so far;
-    with noise the last is compared with the first.
-    """
-    optimizer, step = compiled(probe=probe, rule=rule)
-    for (name, fields), noisy in itertools.product(LANDSCAPES.items(), (False, True)):
-        rng = np.random.default_rng(6) if noisy else None
-        params = traps.start(0.1, 0.2, -0.1)
-        state = optimizer.init(params)
-        exact = traps.batch(**fields)
-        values, moved = [float(np.mean(traps.losses(params, exact)))], 0
-        for _ in range(60):
-            params, state, info = step(params, state, traps.batch(rng, **fields))
-            assert info.accepted, (name, noisy)
-            assert all_finite((params, info)), (name, noisy)
-            assert info.step_size >= 0
-            moved += bool(info.step_size > 0)
-            values.append(float(np.mean(traps.losses(params, exact))))
-            if abs(values[-1]) > 1e12:
-                break  # down a slope without a floor
-        assert moved > 0.9 * (len(values) - 1) or not noisy, (name, noisy, moved)
-        assert moved >= 1
-        scale = max(abs(values[0]), values[0] - min(values))
-        assert values[-1] <= values[0] + 0.1 * scale, (name, noisy, values)
-        assert max(values) <= values[0] + 0.5 * scale, (name, noisy, values)
-        tried(steps=len(values) - 1)

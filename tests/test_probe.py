@@ -142,13 +142,13 @@ def test_lagged_slope_is_unbiased_where_the_minibatchs_own_is_not():
     @jax.jit
     @jax.vmap
     def both(old, new):
-        previous = jnp.zeros(d)
+        previous = jnp.zeros(d, jnp.float32)
         g = jnp.mean(old, axis=0)
         seen = meka.observe(
             lambda p, xi: xi @ p, previous - step * g, previous, new, groups=2
         )
         norm = jnp.linalg.norm(g)
-        zero = jnp.zeros(())
+        zero = jnp.zeros((), jnp.float32)
         given = meka.Scene(-g, Gaussian(g, zero), seen, norm, zero)
         return meka.lagged(given, lambda _: pytest.fail("pass")).slope, norm**2
 

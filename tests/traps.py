@@ -1,4 +1,4 @@
-"""One small problem whose faults are all data, so that one compiled step meets them all.
+"""One small problem whose faults are all data: one compiled step meets them all.
 
 Example i has the loss
 
