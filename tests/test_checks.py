@@ -175,6 +175,13 @@ def test_optimizer_and_observation_disagree_on_variances(diagonal):
         )
 
 
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: o.gradient_transformation()])
+def test_multi_steps_is_named_with_what_to_use_instead(wrap):
+    optimizer = wrap(optax.MultiSteps(meka.meka(), 4))
+    with pytest.raises(ValueError, match=r"optax\.MultiSteps.*\n?.*micro_batches=k"):
+        trace(optimizer=optimizer)
+
+
 def test_exactly_one_meka_in_a_chain():
     with pytest.raises(ValueError, match="found 0"):
         trace(optimizer=optax.sgd(0.1))

@@ -105,6 +105,7 @@ def test_python_m_meka():
 # Refusals -----------------------------------------------------------------------------
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,7 +141,10 @@ def test_python_m_meka():
         ("data verify minst", "did you mean 'mnist'?"),
     ],
 )
-def test_refused_with_a_sentence_and_nothing_written(place, meka, arguments, message):
+def test_refused_with_a_sentence_and_nothing_written(
+    place, meka, arguments, message, tried
+):
+    tried(command_lines=1)
     code, output, errors = meka(*arguments.split())
     assert code == 2
     assert message in output + errors

@@ -256,7 +256,12 @@ def test_elsewhere_it_warns_and_goes_on(place, undisturbed, tried):
     assert finish(process)[0] == 143
     file = path / "environment.json"
     known = json.loads(file.read_text())
-    others = {"jax": "0.0.1", "jaxlib": "0.0.1", "device": "H200", "platform": "gpu"}
+    others: dict[str, str | int] = {
+        "jax": "0.0.1",
+        "jaxlib": "0.0.1",
+        "device": "H200",
+        "platform": "gpu",
+    }
     file.write_text(json.dumps(known | others))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:

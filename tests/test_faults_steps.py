@@ -172,5 +172,3 @@ def test_a_ragged_last_batch_is_its_real_examples(rng, tried):
             mean = np.mean(traps.losses(traps.start(), whole)[:real])
             np.testing.assert_allclose(info.observed, mean, rtol=1e-5)
         tried(degenerate_batches=1)
-
-

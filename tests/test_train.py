@@ -163,10 +163,12 @@ def test_a_crash_after_any_event_changes_no_bits(go, whole, tmp_path):
         assert outcome(path) == outcome(whole), events.events[at]
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_a_signal_saves_and_says_how_to_go_on(go, whole, tmp_path, number, code):
+def test_a_signal_saves_and_says_how_to_go_on(go, whole, tmp_path, number, code, tried):
+    tried(signals=1)
     handler = signal.getsignal(number)
     watcher = Recorder(9, lambda: os.kill(os.getpid(), number))
     path = tmp_path / "run"
@@ -202,6 +204,7 @@ def flip(file: Path, offset: int) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.fault(9)
 def test_a_damaged_checkpoint_is_passed_over(go, whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -227,17 +230,35 @@ def test_without_a_usable_checkpoint_it_starts_over_and_keeps_the_metrics(
     assert kept.read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_metrics_cut_anywhere_leave_no_gap_and_no_duplicate(go, whole, tmp_path):
+def cut(go, whole, tmp_path, offsets) -> int:
     data = (whole / "metrics.jsonl").read_bytes()
-    for number, cut in enumerate(range(len(data) - 1, 0, -(len(data) // 31))):
+    for number, offset in enumerate(offsets):
         path = tmp_path / str(number)
         shutil.copytree(whole, path)
-        (path / "metrics.jsonl").write_bytes(data[:cut])
+        (path / "metrics.jsonl").write_bytes(data[:offset])
         go(path, resume=True)
-        assert outcome(path) == outcome(whole), cut
+        assert outcome(path) == outcome(whole), offset
+        shutil.rmtree(path)
+    return len(offsets)
 
 
-def test_another_environment_is_told(go, whole, tmp_path):
+@pytest.mark.fault(12)
+def test_metrics_cut_anywhere_leave_no_gap_and_no_duplicate(go, whole, tmp_path, tried):
+    size = (whole / "metrics.jsonl").stat().st_size
+    tried(cuts=cut(go, whole, tmp_path, range(size - 1, 0, -(size // 31))))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(12)
+def test_metrics_cut_at_every_byte_of_the_last_lines(go, whole, tmp_path, tried):
+    data = (whole / "metrics.jsonl").read_bytes()
+    last = len(b"".join(data.splitlines(keepends=True)[:-4]))
+    tried(cuts=cut(go, whole, tmp_path, range(last, len(data))))
+
+
+@pytest.mark.fault(14)
+def test_another_environment_is_told(go, whole, tmp_path, tried):
+    tried(environments=1)
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     file = path / "environment.json"
@@ -257,6 +278,48 @@ def poisoned(params, batch):
     return jnp.where(bad, jnp.nan, losses(params, batch))
 
 
+def kinked(power: float):
+    """A loss with a kink for one example, where all parameters are zero at the start.
+
+    √|x| is zero there and its gradient is not finite; √|x|³ is zero, its gradient is
+    too, and its second derivative is not finite.
+    """
+
+    def losses_with_a_kink(params, batch):
+        bad = batch[0][:, 0] == lines.inputs[BAD_ROW, 0]
+        x = jnp.where(bad, 0 * params[0], 1.0)
+        return losses(params, batch) + jnp.abs(x) ** power - jnp.where(bad, 0.0, 1.0)
+
+    return losses_with_a_kink
+
+
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
+@pytest.mark.parametrize(
+    ("power", "scan", "seeds"), [(0.5, True, 2), (1.5, True, 1), (0.5, False, 1)]
+)
+def test_a_bad_gradient_or_product_names_its_example(
+    tmp_path, power, scan, seeds, tried
+):
+    config = RunConfig("lines.py:workload", "meka", 24, seeds=seeds, max_rejected=3)
+    workload = dataclasses.replace(fitting(kinked(power)), scan=scan)
+    train(config, tmp_path / "run", workload=workload)
+    records = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    assert [r["step"] for r in records if r["seed"] == 0] == list(range(1, 25))
+    rejected = [r for r in records if not r["accepted"]]
+    assert len(rejected) == 3 * seeds  # once an epoch of eight steps
+    assert {r["suspect"] for r in rejected} == {BAD_ROW}
+    assert {r["suspect"] for r in records if r["accepted"]} == {-1}
+    once = dataclasses.replace(config, max_rejected=1)
+    with pytest.raises(
+        TrainingStopped, match=rf"example {BAD_ROW} of the training data"
+    ):
+        train(once, tmp_path / "stopped", workload=workload)
+    checkpoints = list((tmp_path / "stopped" / "checkpoints").iterdir())
+    assert [each.name for each in checkpoints] == ["step-00000024"]
+    tried(bad_examples=len(rejected) + seeds)
+
+
 @pytest.fixture(scope="module")
 def poisoned_run(tmp_path_factory):
     """A run with one example whose loss is never finite."""
@@ -266,6 +329,8 @@ def poisoned_run(tmp_path_factory):
     return path
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_a_step_with_a_bad_example_is_rejected_and_names_it(poisoned_run):
     steps = [r for r in read_metrics(poisoned_run) if r["kind"] == "step"]
     rejected = [r for r in steps if not r["accepted"]]
@@ -277,6 +342,8 @@ def test_a_step_with_a_bad_example_is_rejected_and_names_it(poisoned_run):
     assert evals[-1]["test_loss"] < 0.1 < evals[0]["test_loss"]
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_too_many_rejected_steps_stop_the_run_at_any_place_in_a_chunk(tmp_path):
     config = RunConfig("lines.py:workload", "meka", 40, max_rejected=1)
     with pytest.raises(
@@ -285,6 +352,8 @@ def test_too_many_rejected_steps_stop_the_run_at_any_place_in_a_chunk(tmp_path):
         train(config, tmp_path / "run", workload=fitting(poisoned))
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_a_loss_that_stays_bad_stops_the_run(tmp_path):
     def broken(params, batch):
         return losses(params, batch) + jnp.where(params[0] > 0.5, jnp.nan, 0.0)

@@ -47,7 +47,7 @@ def start(*values: float, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
 
 def batch(rng: np.random.Generator | None = None, **fields: Any) -> Batch:
     """Examples with these fields, broadcast; with rng, noise of 0.3 on the slopes."""
-    made = {name: np.zeros((COUNT, SIZE), np.float32) for name in VECTORS}
+    made: Batch = {name: np.zeros((COUNT, SIZE), np.float32) for name in VECTORS}
     made |= {name: np.zeros(COUNT, np.float32) for name in ("constant", "at")}
     made["kink"] = np.zeros(COUNT, np.int32)
     for name, value in fields.items():
