@@ -80,7 +80,6 @@ def refused(**changes) -> Workload:
 
 
 @pytest.mark.fault(2)
-@pytest.mark.makes_nan
 @pytest.mark.parametrize(
     ("workload", "message"),
     [

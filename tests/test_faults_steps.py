@@ -73,7 +73,6 @@ def injected(way, steps: int, seed: int) -> dict[str, int]:
 
 
 @pytest.mark.fault(1)
-@pytest.mark.makes_nan
 @pytest.mark.parametrize("way", WAYS)
 def test_a_bad_example_changes_no_bit_and_is_named(way, tried):
     counts = injected(way, 40, 0)
@@ -83,14 +82,12 @@ def test_a_bad_example_changes_no_bit_and_is_named(way, tried):
 
 @pytest.mark.slow
 @pytest.mark.fault(1)
-@pytest.mark.makes_nan
 @pytest.mark.parametrize("way", WAYS)
 def test_many_bad_examples(way, tried):
     tried(bad_examples=sum(injected(way, 2000, 1).values()))
 
 
 @pytest.mark.fault(1)
-@pytest.mark.makes_nan
 def test_where_no_example_is_to_blame_none_is_named():
     optimizer, step = compiled()
     params = traps.start()

@@ -294,7 +294,6 @@ def kinked(power: float):
 
 
 @pytest.mark.fault(1)
-@pytest.mark.makes_nan
 @pytest.mark.parametrize(
     ("power", "scan", "seeds"), [(0.5, True, 2), (1.5, True, 1), (0.5, False, 1)]
 )
