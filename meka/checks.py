@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from meka.tree import Array, PyTree, same_structure
 
@@ -35,6 +36,21 @@ def check_previous(params: PyTree, previous: PyTree) -> None:
             "optax.multi_transform. Close over what is frozen in `losses`, and mask "
             "the transformations that follow it in the chain."
         )
+
+
+def check_wrappers(state: PyTree) -> None:
+    """Nothing around meka may keep the minibatch from it."""
+    leaves = jax.tree.leaves(state, is_leaf=_is_multi_steps)
+    if any(map(_is_multi_steps, leaves)):
+        raise ValueError(
+            "optax.MultiSteps around meka: it collects gradients, which meka does not "
+            "read, and passes no observation on. For large batches in little memory "
+            "use meka.make_step(..., micro_batches=k) with the whole batch."
+        )
+
+
+def _is_multi_steps(x: object) -> bool:
+    return isinstance(x, optax.MultiStepsState)
 
 
 def check_batch(batch: PyTree, mask: Array | None) -> int:

@@ -84,13 +84,17 @@ def probability_of_improvement(model: ImprovementModel) -> Array:
     | > 0     | > 0  | s > 0, or all 0   | the one root, in (0, a/b]     |
     | > 0     | > 0  | s = 0, others not | a/b: no optimum exists, the smaller a \
 step the surer it is |
-    | > 0     | <= 0 | s > 0, and q or t > 0 | the one root              |
-    | > 0     | < 0  | s = 0, p > 0, and q or t > 0 | the one root       |
+    | > 0     | 0    | s > 0, and q or t > 0 | the one root              |
+    | > 0     | < 0  | s or p > 0, and q or t > 0 | the one root, at most -2a/b |
     | > 0     | < 0  | any others        | -a/b: no optimum exists       |
     | > 0     | 0    | any others        | √(2s/p), where the slope's deviation \
 overtakes the value's, or 0 if one is 0: no optimum exists |
+
+    The bound under negative curvature is that of `expected_improvement`. Without it
+    the step goes to infinity as q goes to zero: a curvature that is certain here would
+    be trusted at any distance.
     """
-    return most_probable_step(
+    step = most_probable_step(
         model.slope,
         model.curvature,
         model.value_variance,
@@ -99,6 +103,10 @@ overtakes the value's, or 0 if one is 0: no optimum exists |
         jnp.asarray(model.third_order, model.slope.dtype),
         otherwise=_reflected_minimum(model),
     )
+    concave = (model.curvature < 0) & (model.slope > 0)
+    bend = jnp.where(concave, -model.curvature / 2, 1)
+    farthest = jnp.where(concave, model.slope / bend, jnp.inf)
+    return jnp.minimum(step, farthest)
 
 
 def quadratic(model: ImprovementModel) -> Array:

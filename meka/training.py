@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
+from meka.checks import check_wrappers
 from meka.observation import Losses, Transport, hessian_at_current, observe
 from meka.probe import ProbeFunction, current, curve
 from meka.state import Info, find_state, replace_info
@@ -61,6 +62,7 @@ def make_step(
         mask: Array | None = None,
         number: Array | None = None,
     ) -> tuple[PyTree, PyTree, Info]:
+        check_wrappers(state)
         own = find_state(state)
         diagonal = tree.same_structure(own.gradient.variance, params)
         every = noise_every or (1 if diagonal else _NOISE_EVERY)

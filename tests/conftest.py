@@ -1,6 +1,6 @@
 """Strict promotion for the tests of the optimizer, and fixed seeds everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import jax
@@ -26,6 +26,37 @@ hypothesis.settings.register_profile(
     "meka", derandomize=True, deadline=None, database=None, print_blob=False
 )
 hypothesis.settings.load_profile("meka")
+
+
+MODES = {
+    "makes_nan": ("jax_debug_nans", "makes a NaN on purpose, outside of a step"),
+    "float32": ("jax_enable_x64", "is about float32"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note the fault that a test tries; leave out what a mode of jax cannot pass."""
+    for item in items:
+        for mark in item.iter_markers("fault"):
+            item.user_properties.append(("fault", mark.args[0]))
+        for name, (option, reason) in MODES.items():
+            if item.get_closest_marker(name) and jax.config.values[option]:
+                item.add_marker(pytest.mark.skip(reason=f"{option}: {reason}"))
+
+
+@pytest.fixture
+def tried(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Say what a test of a fault really did, for the table of tests/reliability.py.
+
+    Whole numbers are counts, and are added up; others are measurements, of which the
+    largest is kept.
+    """
+
+    def count(**what: float) -> None:
+        for name, number in what.items():
+            record_property(name, number)
+
+    return count
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,8 @@ def probability_of_improvement(model: Model, count: int = 0) -> float:
     low = high
     while rate(low) >= 0:
         low /= 2
-    return zero_between(rate, low, high)
+    root = zero_between(rate, low, high)
+    return min(root, 2 * a / -b) if b < 0 else root
 
 
 def expected_improvement(model: Model, count: int = 0) -> float:

@@ -11,7 +11,7 @@ from meka.average import Average
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
 def test_is_the_weighted_mean_of_its_history(decay, rng):
     entries = rng.normal(size=(30, 3)).astype(np.float32) + 100
-    average = Average.like({"x": jnp.zeros(3), "y": jnp.zeros(())})
+    average = Average.like({"x": jnp.zeros(3, "f4"), "y": jnp.zeros((), "f4")})
     for t, row in enumerate(entries):
         average = average.add({"x": jnp.asarray(row), "y": jnp.asarray(row[0])}, decay)
         weights = decay ** np.arange(t + 1)[::-1]
@@ -21,7 +21,7 @@ def test_is_the_weighted_mean_of_its_history(decay, rng):
 
 
 def test_a_constant_stays_what_it_is():
-    average = Average.like(jnp.zeros(()))
+    average = Average.like(jnp.zeros((), jnp.float32))
     for _ in range(5):
         average = average.add(jnp.float32(3.7), 0.999)
         assert average.mean == pytest.approx(3.7, rel=1e-6)

@@ -149,11 +149,12 @@ def test_replacing_leaves_no_other_folders(tmp_path):
     assert restored.tree["w"].tolist() == [1, 1]
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize("flip", [0x01, 0xFF])
-def test_every_flipped_byte_falls_back(tmp_path, flip):
+def test_every_flipped_byte_falls_back(tmp_path, flip, tried):
     checkpoint.save(tmp_path, 1, small(1))
     newest = checkpoint.save(tmp_path, 2, small(2), extra={"a": 1})
-    tried = 0
+    offsets = 0
     for path in sorted(newest.iterdir()):
         good = path.read_bytes()
         for offset in range(len(good)):
@@ -165,20 +166,22 @@ def test_every_flipped_byte_falls_back(tmp_path, flip):
             assert_step(restored, 1)
             assert len(problems) == 1
             assert str(newest) in problems[0]
-            tried += 1
+            offsets += 1
         path.write_bytes(good)
-    assert tried > 1000
+    assert offsets > 1000
     assert_step(checkpoint.latest(tmp_path, small(0)), 2)
+    tried(flipped_bytes=offsets)
 
 
-def test_every_truncation_and_missing_file_falls_back(tmp_path):
+@pytest.mark.fault(9)
+def test_every_truncation_and_missing_file_falls_back(tmp_path, tried):
     checkpoint.save(tmp_path, 1, small(1))
     newest = checkpoint.save(tmp_path, 2, small(2))
     problems: list[str] = []
     expected = 0
     for path in sorted(newest.iterdir()):
         good = path.read_bytes()
-        for length in range(0, len(good), 7):
+        for length in range(len(good)):
             path.write_bytes(good[:length])
             restored = checkpoint.latest(tmp_path, small(0), on_problem=problems.append)
             assert_step(restored, 1)
@@ -193,8 +196,10 @@ def test_every_truncation_and_missing_file_falls_back(tmp_path):
         expected += 2
         path.write_bytes(good)
     assert len(problems) == expected
+    tried(truncations_and_missing_files=expected)
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize(
     ("like", "reason"),
     [
@@ -206,10 +211,11 @@ def test_every_truncation_and_missing_file_falls_back(tmp_path):
         ({"w": np.zeros(3, np.float32), "n": 0}, "int64.*python int"),
     ],
 )
-def test_another_structure_is_named(tmp_path, like, reason):
+def test_another_structure_is_named(tmp_path, like, reason, tried):
     checkpoint.save(tmp_path, 1, small(1))
     with pytest.warns(UserWarning, match=reason):
         assert checkpoint.latest(tmp_path, like) is None
+    tried(other_structures=1)
 
 
 def test_another_key_implementation_is_named(tmp_path):
@@ -227,6 +233,7 @@ def rewrite_manifest(folder: Path, **changes) -> None:
     (folder / "manifest.sha256").write_bytes(checkpoint._line(data))
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -238,7 +245,8 @@ def rewrite_manifest(folder: Path, **changes) -> None:
         ({"leaves": None}, "cannot be decoded"),
     ],
 )
-def test_unknown_manifests_are_passed_over(tmp_path, changes, reason):
+def test_unknown_manifests_are_passed_over(tmp_path, changes, reason, tried):
+    tried(unknown_manifests=1)
     checkpoint.save(tmp_path, 1, small(1))
     rewrite_manifest(checkpoint.save(tmp_path, 2, small(2)), **changes)
     with pytest.warns(UserWarning, match=reason):
@@ -269,11 +277,15 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path, leaf):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize(
     ("code", "advice"), [(errno.ENOSPC, "Free some space"), (errno.EROFS, "writable")]
 )
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_refusing_disk_leaves_the_old_one(tmp_path, monkeypatch, call, code, advice):
+def test_refusing_disk_leaves_the_old_one(
+    tmp_path, monkeypatch, call, code, advice, tried
+):
+    tried(refusing_calls=1)
     checkpoint.save(tmp_path, 1, small(1))
     before = files(tmp_path)
 
@@ -321,8 +333,10 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_file_size_limit(tmp_path):
+@pytest.mark.fault(10)
+def test_file_size_limit(tmp_path, tried):
     """A real refusal by the kernel, as on a full disk."""
+    tried(full_disks=1)
     checkpoint.save(tmp_path, 1, small(1))
     before = files(tmp_path)
     out = run(
@@ -395,10 +409,12 @@ KILLED_AT_EVERY_CALL = """
 """
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("mode", ["beside", "replace"])
-def test_killed_at_every_call_inside_save(tmp_path, mode):
+def test_killed_at_every_call_inside_save(tmp_path, mode, tried):
     kills = int(run(KILLED_AT_EVERY_CALL, tmp_path / "run", mode))
     assert 10 < kills < 199
+    tried(kills_at_every_call_of_a_save=kills)
 
 
 def test_killed_at_random_moments(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lines
 import pytest
 
 from meka.lab import cli
@@ -15,47 +16,13 @@ from meka.lab.metrics import read_metrics
 from meka.lab.optimizers import TABLE
 from meka.lab.workloads import WORKLOADS
 
-FILE = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-from meka.lab.data import Data
-from meka.lab.workloads import Workload
-
-rng = np.random.default_rng(5)
-inputs = rng.normal(size=(64, 2)).astype(np.float32)
-targets = (inputs @ np.array([1.0, -2.0]) + 0.3 * rng.normal(size=64)).astype("f4")
-data = Data((inputs, targets), (inputs[:20], targets[:20]))
-
-
-def losses(params, batch):
-    return 0.5 * (batch[0] @ params - batch[1]) ** 2
-
-
-def broken(params, batch):
-    return losses(params, batch) + jnp.where(params[0] > 0.1, jnp.nan, 0.0)
-
-
-def start(key):
-    return jnp.zeros(2)
-
-
-def draw(key, n):
-    inputs = jax.random.normal(key, (n, 2))
-    return inputs, inputs @ jnp.array([1.0, -2.0])
-
-
-workload = Workload("lines", start, losses, 8, 12, data=data)
-endless = Workload("endless lines", start, losses, 8, 12, draw=draw)
-stops = Workload("broken lines", start, broken, 8, 60, data=data)
-"""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """An own, empty folder with the user's file."""
-    (tmp_path / "lines.py").write_text(FILE)
+    lines.place(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -138,6 +105,7 @@ def test_python_m_meka():
 # Refusals -----------------------------------------------------------------------------
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -173,7 +141,10 @@ def test_python_m_meka():
         ("data verify minst", "did you mean 'mnist'?"),
     ],
 )
-def test_refused_with_a_sentence_and_nothing_written(place, meka, arguments, message):
+def test_refused_with_a_sentence_and_nothing_written(
+    place, meka, arguments, message, tried
+):
+    tried(command_lines=1)
     code, output, errors = meka(*arguments.split())
     assert code == 2
     assert message in output + errors

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import lines
 import numpy as np
 import pytest
 from rich.console import Console
@@ -16,29 +17,6 @@ from meka.lab.config import ConfigError, RunConfig
 from meka.lab.optimizers import TABLE, OptimizerError
 from meka.lab.runfolder import RunError, RunFolder
 from meka.lab.train import TIMING, Interrupted, Silent, TrainingStopped
-
-FILE = """
-import jax.numpy as jnp
-import numpy as np
-from meka.lab.data import Data
-from meka.lab.workloads import Workload
-
-rng = np.random.default_rng(5)
-inputs = rng.normal(size=(64, 2)).astype(np.float32)
-targets = (inputs @ np.array([1.0, -2.0]) + 0.3 * rng.normal(size=64)).astype("f4")
-data = Data((inputs, targets), (inputs[:20], targets[:20]))
-
-
-def losses(params, batch):
-    return 0.5 * (batch[0] @ params - batch[1]) ** 2
-
-
-def start(key):
-    return jnp.zeros(2)
-
-
-workload = Workload("lines", start, losses, 8, 12, data=data)
-"""
 
 NAN, INF = math.nan, math.inf
 
@@ -302,7 +280,7 @@ class Stop(Witness):
 
 @pytest.fixture
 def place(tmp_path):
-    (tmp_path / "lines.py").write_text(FILE)
+    lines.place(tmp_path)
     return tmp_path
 
 

@@ -5,8 +5,10 @@ import hashlib
 import io
 import tarfile
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from meka.lab.data import DataError
 from meka.lab.files import CIFAR_FOLDER, File, Package, Source
 
 Contents = dict[str, bytes]
+Tried = Callable[..., None]
 
 
 def published(name: str, content: bytes) -> File:
@@ -195,11 +198,13 @@ def damage(kind: str, content: bytes) -> bytes:
     }[kind]
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "longer", "empty", "html"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_damage_is_named(
-    tmp_path: Path, mnist: Contents, kind: str, suffix: str
+    tmp_path: Path, mnist: Contents, kind: str, suffix: str, tried: Tried
 ) -> None:
+    tried(damaged_files=1)
     (write_packed if suffix else write)(tmp_path, mnist)
     path = tmp_path / f"train-images-idx3-ubyte{suffix}"
     good = path.read_bytes()
@@ -228,9 +233,11 @@ def test_damaged_archive_is_not_opened(
         data.load("cifar10", tmp_path)
 
 
+@pytest.mark.fault(13)
 def test_gzip_bomb_is_not_inflated(
-    tmp_path: Path, mnist: Contents, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mnist: Contents, monkeypatch: pytest.MonkeyPatch, tried: Tried
 ) -> None:
+    tried(hostile_archives=1)
     bomb = packed(bytes(64 << 20))
     packages = files.SOURCES["mnist"].packages
     first = Package(published(packages[0].file.name, bomb), packages[0].members)
@@ -245,15 +252,18 @@ def test_gzip_bomb_is_not_inflated(
     assert peak < 4 << 20
 
 
-def link(name: str) -> tarfile.TarInfo:
+def link(name: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
-    info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    info.type, info.linkname = kind, "/etc/passwd"
     return info
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        ("hard link", "data_batch_1.bin is not a regular file"),
+        ("device", "data_batch_1.bin is not a regular file"),
         ("link", "data_batch_1.bin is not a regular file"),
         ("other size", "data_batch_1.bin has 9 bytes, expected 12,292"),
         ("other bytes", "data_batch_1.bin has the right size but other contents"),
@@ -269,12 +279,16 @@ def test_archive_members(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     message: str,
+    tried: Tried,
 ) -> None:
     """Archives whose own digest matches are still read with care."""
+    tried(hostile_archives=1)
     first = f"{CIFAR_FOLDER}/data_batch_1.bin"
     size = len(cifar10["data_batch_1.bin"])
     archive = {
         "link": lambda: tar_gz([(link(first), b"")]),
+        "hard link": lambda: tar_gz([(link(first, tarfile.LNKTYPE), b"")]),
+        "device": lambda: tar_gz([(link(first, tarfile.CHRTYPE), b"")]),
         "other size": lambda: tar_gz([(tarfile.TarInfo(first), b"123456789")]),
         "other bytes": lambda: tar_gz([(tarfile.TarInfo(first), bytes(size))]),
         "huge": lambda: tar_gz([(tarfile.TarInfo("x"), bytes(3 << 20))]),
@@ -333,6 +347,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, contents: Contents):
         super().__init__(("127.0.0.1", 0), Handler)
         self.contents = contents
+        self.delay = 0.0
         self.script: list[str] = []
         self.ranges: list[str | None] = []
 
@@ -364,6 +379,7 @@ class Handler(BaseHTTPRequestHandler):
         if act != "no length":
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        time.sleep(self.server.delay)
         stop = act in ("cut", "no length")
         self.wfile.write(body[: len(body) // 2] if stop else body)
 
@@ -472,6 +488,32 @@ def test_cache_is_filled_used_and_repaired(
     path.write_bytes(damage("flipped", path.read_bytes() + bytes(40)))
     data.load("mnist")
     assert len(server.ranges) == 5
+
+
+def test_several_processes_download_once(tmp_path: Path, server: Server) -> None:
+    """As threads, which flock tells apart just as well: each opens the lock itself."""
+    server.delay = 0.05
+    seen: list[tuple[str, int, int]] = []
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(data.fetch, "mnist", tmp_path, lambda *x: seen.append(x))
+            for _ in range(4)
+        ]
+    assert len({tuple(call.result()) for call in calls}) == 1
+    assert server.ranges == [None] * 4  # one for each file
+    assert all(check.ok for check in data.verify("mnist", tmp_path))
+    assert sorted(tmp_path.rglob("*.gz")) == sorted(tmp_path.rglob("*.*"))
+    assert all(0 <= done <= size for _, done, size in seen)
+
+
+def test_the_right_to_download_dies_with_its_holder(
+    tmp_path: Path, server: Server
+) -> None:
+    (tmp_path / "mnist").mkdir()
+    stale = tmp_path / "mnist" / "train-images-idx3-ubyte.gz.lock"
+    stale.touch()  # of a process that was killed: nobody holds it
+    data.fetch("mnist", tmp_path)
+    assert not stale.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, server: Server) -> None:

@@ -100,6 +100,7 @@ def run_blocks(page: str, scope: dict[str, Any]) -> dict[str, Any]:
     return scope
 
 
+@pytest.mark.makes_nan
 def test_sharp_edges_are_as_described() -> None:
     run_blocks("docs/sharp_edges.md", {})
 

@@ -210,7 +210,7 @@ def test_variances_along_directions():
     mean = {"a": jnp.zeros(2), "b": jnp.zeros((1, 1))}
     direction = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([[3.0]])}
     diagonal = {"a": jnp.array([4.0, 5.0]), "b": jnp.array([[6.0]])}
-    isotropic = jnp.float32(2)
+    isotropic = jnp.array(2.0)
     assert quadratic_form(diagonal, direction) == 4 + 20 + 54
     assert quadratic_form(isotropic, direction) == 28
     assert average_variance(diagonal, mean) == 5

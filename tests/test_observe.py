@@ -182,7 +182,9 @@ def look(case: Case, transport: str, diagonal: bool) -> dict[str, np.ndarray]:
 
     # Whatever the padding holds must not matter.
     rows = np.flatnonzero(~mask)
-    batch = jax.tree.map(lambda x: x.at[rows].set(np.nan), batch)
+    batch = jax.tree.map(np.array, batch)
+    for values in jax.tree.leaves(batch):
+        values[rows] = np.nan
     return flattened(jax.jit(observe)(params, previous, batch, mask), diagonal)
 
 

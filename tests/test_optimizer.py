@@ -36,7 +36,7 @@ def batches(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
 
 
 def start() -> dict[str, jax.Array]:
-    return {"w": jnp.array([0.5, -1.0, 0.25]), "b": jnp.array(0.1)}
+    return {"w": jnp.array([0.5, -1.0, 0.25], "f4"), "b": jnp.array(0.1, "f4")}
 
 
 def broken(batch: dict, how: str) -> tuple[dict, int]:
@@ -197,7 +197,7 @@ def run_quadratic(loss, optimizer, data) -> tuple[np.ndarray, Any, np.ndarray]:
         mean = meka.find_state(state).gradient.mean["x"]
         return (params, state), (carry[0]["x"], info, mean)
 
-    params = {"x": jnp.array([3.0, -2.0, 5.0])}
+    params = {"x": jnp.array([3.0, -2.0, 5.0], data.dtype)}
     (last, _), (path, infos, means) = jax.jit(partial(jax.lax.scan, body))(
         (params, optimizer.init(params)), data
     )

@@ -52,7 +52,9 @@ def test_curve_is_exact_for_every_example(padding, micro_batches, x64):
     real = np.setdiff1d(np.arange(COUNT), padding)
     mask = np.isin(np.arange(COUNT), real)
     # Whatever the padding holds must not matter.
-    batch = jax.tree.map(lambda x: x.at[np.array(padding, int)].set(jnp.nan), batch)
+    batch = jax.tree.map(np.array, batch)
+    for values in jax.tree.leaves(batch):
+        values[np.array(padding, int)] = np.nan
 
     @jax.jit
     def measure(params, batch, mask, direction):
@@ -137,13 +139,13 @@ def test_lagged_slope_is_unbiased_where_the_minibatchs_own_is_not():
     @jax.jit
     @jax.vmap
     def both(old, new):
-        previous = jnp.zeros(d)
+        previous = jnp.zeros(d, jnp.float32)
         g = jnp.mean(old, axis=0)
         seen = meka.observe(
             lambda p, xi: xi @ p, previous - step * g, previous, new, groups=2
         )
         norm = jnp.linalg.norm(g)
-        zero = jnp.zeros(())
+        zero = jnp.zeros((), jnp.float32)
         given = meka.Scene(-g, Moments(g @ g, zero), seen, norm, zero)
         return meka.lagged(given, lambda _: pytest.fail("pass")).slope, norm**2
 

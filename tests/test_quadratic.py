@@ -73,7 +73,7 @@ def descend(*, noisy: bool) -> Run:
     optimizer = optax.sgd(1 / LARGEST)
 
     def step(params, state, batch):
-        centre = jnp.mean(batch, axis=0) if noisy else jnp.zeros(DIMENSION)
+        centre = jnp.mean(batch, axis=0) if noisy else jnp.zeros(DIMENSION, "f4")
         updates, state = optimizer.update(hessian() @ (params - centre), state)
         return optax.apply_updates(params, updates), state, None
 

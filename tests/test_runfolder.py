@@ -39,6 +39,7 @@ def run(tmp_path):
 # Configuration ------------------------------------------------------------------------
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -70,7 +71,8 @@ def run(tmp_path):
         ({"max_rejected": 0}, "max_rejected must be at least 1"),
     ],
 )
-def test_bad_configurations_are_refused_by_name(change, message):
+def test_bad_configurations_are_refused_by_name(change, message, tried):
+    tried(configurations=1)
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(CONFIG.to_dict() | change)
     assert message in str(caught.value)
@@ -157,10 +159,12 @@ def test_environment(run):
     assert os.uname().nodename not in kept.values()
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize(
     ("name", "value"), [("jax", "0.9.0"), ("device", "H200"), ("threads", 99)]
 )
-def test_another_environment_is_warned_of_and_remembered(run, name, value):
+def test_another_environment_is_warned_of_and_remembered(run, name, value, tried):
+    tried(environments=1)
     run.close()
     file = run.path / "environment.json"
     first = json.loads(file.read_text()) | {name: value, "python": "3.11.0"}
@@ -179,7 +183,9 @@ def test_another_environment_is_warned_of_and_remembered(run, name, value):
         assert "bits may differ" in resumed.warnings[0]
 
 
-def test_second_opener_is_refused(run):
+@pytest.mark.fault(11)
+def test_second_opener_is_refused(run, tried):
+    tried(second_openers=1)
     with pytest.raises(RunLocked) as caught:
         RunFolder.resume(run.path)
     assert str(run.path) in str(caught.value)
@@ -189,7 +195,9 @@ def test_second_opener_is_refused(run):
     RunFolder.resume(run.path).close()
 
 
-def test_lock_holds_across_processes_and_dies_with_its_holder(run):
+@pytest.mark.fault(11)
+def test_lock_holds_across_processes_and_dies_with_its_holder(run, tried):
+    tried(killed_holders=1)
     run.close()
     script = """
         import sys, time
@@ -278,7 +286,8 @@ def test_records_without_kind_or_step_are_refused(run, record):
         run.append(records([1], odd=object()))
 
 
-def test_torn_last_line_at_every_byte(run):
+@pytest.mark.fault(12)
+def test_torn_last_line_at_every_byte(run, tried):
     run.append(records([1, 2]))
     kept = (run.path / "metrics.jsonl").read_bytes()
     run.append(records([3], nan=math.nan))
@@ -287,8 +296,7 @@ def test_torn_last_line_at_every_byte(run):
     for cut in range(len(kept), len(whole)):
         (run.path / "metrics.jsonl").write_bytes(whole[:cut])
         assert [each["step"] for each in metrics.read_metrics(run.path)] == [1, 2]
-    for cut in (len(kept) + 1, len(whole) - 1):
-        (run.path / "metrics.jsonl").write_bytes(whole[:cut])
+        tried(cuts=1)
         with RunFolder.resume(run.path) as resumed:
             assert (run.path / "metrics.jsonl").read_bytes() == kept
             resumed.append(records([3], nan=math.nan))
@@ -377,7 +385,9 @@ def test_columns(run):
     assert metrics.columns(run.path, "none") == {}
 
 
-def test_full_disk_leaves_whole_lines(run):
+@pytest.mark.fault(10)
+def test_full_disk_leaves_whole_lines(run, tried):
+    tried(full_disks=1)
     run.append(records([1]))
     run.close()
     script = """

@@ -1,85 +1,30 @@
 """Runs: interrupted, killed, damaged or stopped, and still the same bits."""
 
+import dataclasses
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import lines
 import numpy as np
 import pytest
+from lines import losses
+from runs import everything, outcome
 
 from meka.lab import train as training
 from meka.lab.config import RunConfig
-from meka.lab.data import Data
 from meka.lab.metrics import read_metrics
-from meka.lab.runfolder import RunFolder, RunLocked, read_config
+from meka.lab.runfolder import read_config
 from meka.lab.train import Interrupted, Silent, TrainingStopped, train
 from meka.lab.workloads import Workload, WorkloadError, check
 
-# As a user would write it. `slow` waits inside the compiled step, once there is a file
-# called hold, and leaves word that it does.
-FILE = """
-import pathlib
-import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from meka.lab.data import Data
-from meka.lab.workloads import Workload
-
-rng = np.random.default_rng(5)
-inputs = rng.normal(size=(64, 2)).astype(np.float32)
-targets = (inputs @ np.array([1.0, -2.0]) + 0.3 * rng.normal(size=64)).astype("f4")
-data = Data((inputs, targets), (inputs[:20], targets[:20]))
-
-
-def losses(params, batch):
-    return 0.5 * (batch[0] @ params - batch[1]) ** 2
-
-
-def hold(_):
-    if pathlib.Path("hold").exists():
-        pathlib.Path("held").touch()
-        time.sleep(300)
-
-
-def held(params, batch):
-    jax.debug.callback(hold, params)
-    return losses(params, batch)
-
-
-def start(key):
-    return jax.random.normal(key, (2,))
-
-
-workload = Workload("lines", start, losses, 8, 100, data=data)
-slow = Workload("slow lines", start, held, 8, 100, data=data)
-"""
-
-
-def losses(params, batch):
-    return 0.5 * (batch[0] @ params - batch[1]) ** 2
-
-
-def examples() -> Data:
-    rng = np.random.default_rng(5)
-    inputs = rng.normal(size=(64, 2)).astype(np.float32)
-    noise = 0.3 * rng.normal(size=64)
-    targets = (inputs @ np.array([1.0, -2.0]) + noise).astype(np.float32)
-    return Data((inputs, targets), (inputs[:20], targets[:20]))
-
-
-def lines(losses=losses) -> Workload:
-    data = examples()
-    return Workload("lines", lambda key: jnp.zeros(2), losses, 8, 40, data=data)
+def fitting(losses=losses) -> Workload:
+    return dataclasses.replace(lines.workload, losses=losses)
 
 
 CONFIG = RunConfig(
@@ -143,7 +88,7 @@ def go():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(training, "make_loop", cached)
             patch.setattr(training.workloads, "check", lambda workload: None)
-            train(CONFIG, path, resume=resume, watcher=watcher, workload=lines())
+            train(CONFIG, path, resume=resume, watcher=watcher, workload=fitting())
         return watcher
 
     return run
@@ -155,18 +100,6 @@ def whole(go, tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "run"
     go(path)
     return path
-
-
-def outcome(path: Path) -> dict[str, bytes]:
-    """Everything of a finished run that must be the same every time."""
-    last = max(path.glob("checkpoints/step-????????"))
-    files = [path / "metrics.jsonl", *sorted(last.iterdir())]
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
-
-
-def everything(path: Path) -> dict[str, bytes]:
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 # The folder ---------------------------------------------------------------------------
@@ -230,10 +163,12 @@ def test_a_crash_after_any_event_changes_no_bits(go, whole, tmp_path):
         assert outcome(path) == outcome(whole), events.events[at]
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_a_signal_saves_and_says_how_to_go_on(go, whole, tmp_path, number, code):
+def test_a_signal_saves_and_says_how_to_go_on(go, whole, tmp_path, number, code, tried):
+    tried(signals=1)
     handler = signal.getsignal(number)
     watcher = Recorder(9, lambda: os.kill(os.getpid(), number))
     path = tmp_path / "run"
@@ -269,6 +204,7 @@ def flip(file: Path, offset: int) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.fault(9)
 def test_a_damaged_checkpoint_is_passed_over(go, whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -294,17 +230,35 @@ def test_without_a_usable_checkpoint_it_starts_over_and_keeps_the_metrics(
     assert kept.read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_metrics_cut_anywhere_leave_no_gap_and_no_duplicate(go, whole, tmp_path):
+def cut(go, whole, tmp_path, offsets) -> int:
     data = (whole / "metrics.jsonl").read_bytes()
-    for number, cut in enumerate(range(len(data) - 1, 0, -(len(data) // 31))):
+    for number, offset in enumerate(offsets):
         path = tmp_path / str(number)
         shutil.copytree(whole, path)
-        (path / "metrics.jsonl").write_bytes(data[:cut])
+        (path / "metrics.jsonl").write_bytes(data[:offset])
         go(path, resume=True)
-        assert outcome(path) == outcome(whole), cut
+        assert outcome(path) == outcome(whole), offset
+        shutil.rmtree(path)
+    return len(offsets)
 
 
-def test_another_environment_is_told(go, whole, tmp_path):
+@pytest.mark.fault(12)
+def test_metrics_cut_anywhere_leave_no_gap_and_no_duplicate(go, whole, tmp_path, tried):
+    size = (whole / "metrics.jsonl").stat().st_size
+    tried(cuts=cut(go, whole, tmp_path, range(size - 1, 0, -(size // 31))))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(12)
+def test_metrics_cut_at_every_byte_of_the_last_lines(go, whole, tmp_path, tried):
+    data = (whole / "metrics.jsonl").read_bytes()
+    last = len(b"".join(data.splitlines(keepends=True)[:-4]))
+    tried(cuts=cut(go, whole, tmp_path, range(last, len(data))))
+
+
+@pytest.mark.fault(14)
+def test_another_environment_is_told(go, whole, tmp_path, tried):
+    tried(environments=1)
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     file = path / "environment.json"
@@ -320,8 +274,49 @@ BAD_ROW = 41
 
 
 def poisoned(params, batch):
-    bad = batch[0][:, 0] == examples().train[0][BAD_ROW, 0]
+    bad = batch[0][:, 0] == lines.inputs[BAD_ROW, 0]
     return jnp.where(bad, jnp.nan, losses(params, batch))
+
+
+def kinked(power: float):
+    """A loss with a kink for one example, where all parameters are zero at the start.
+
+    √|x| is zero there and its gradient is not finite; √|x|³ is zero, its gradient is
+    too, and its second derivative is not finite.
+    """
+
+    def losses_with_a_kink(params, batch):
+        bad = batch[0][:, 0] == lines.inputs[BAD_ROW, 0]
+        x = jnp.where(bad, 0 * params[0], 1.0)
+        return losses(params, batch) + jnp.abs(x) ** power - jnp.where(bad, 0.0, 1.0)
+
+    return losses_with_a_kink
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize(
+    ("power", "scan", "seeds"), [(0.5, True, 2), (1.5, True, 1), (0.5, False, 1)]
+)
+def test_a_bad_gradient_or_product_names_its_example(
+    tmp_path, power, scan, seeds, tried
+):
+    config = RunConfig("lines.py:workload", "meka", 24, seeds=seeds, max_rejected=3)
+    workload = dataclasses.replace(fitting(kinked(power)), scan=scan)
+    train(config, tmp_path / "run", workload=workload)
+    records = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    assert [r["step"] for r in records if r["seed"] == 0] == list(range(1, 25))
+    rejected = [r for r in records if not r["accepted"]]
+    assert len(rejected) == 3 * seeds  # once an epoch of eight steps
+    assert {r["suspect"] for r in rejected} == {BAD_ROW}
+    assert {r["suspect"] for r in records if r["accepted"]} == {-1}
+    once = dataclasses.replace(config, max_rejected=1)
+    with pytest.raises(
+        TrainingStopped, match=rf"example {BAD_ROW} of the training data"
+    ):
+        train(once, tmp_path / "stopped", workload=workload)
+    checkpoints = list((tmp_path / "stopped" / "checkpoints").iterdir())
+    assert [each.name for each in checkpoints] == ["step-00000024"]
+    tried(bad_examples=len(rejected) + seeds)
 
 
 @pytest.fixture(scope="module")
@@ -329,10 +324,12 @@ def poisoned_run(tmp_path_factory):
     """A run with one example whose loss is never finite."""
     path = tmp_path_factory.mktemp("poisoned") / "run"
     config = RunConfig("lines.py:workload", "meka", 40, eval_every=20)
-    train(config, path, workload=lines(poisoned))
+    train(config, path, workload=fitting(poisoned))
     return path
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_a_step_with_a_bad_example_is_rejected_and_names_it(poisoned_run):
     steps = [r for r in read_metrics(poisoned_run) if r["kind"] == "step"]
     rejected = [r for r in steps if not r["accepted"]]
@@ -344,14 +341,18 @@ def test_a_step_with_a_bad_example_is_rejected_and_names_it(poisoned_run):
     assert evals[-1]["test_loss"] < 0.1 < evals[0]["test_loss"]
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_too_many_rejected_steps_stop_the_run_at_any_place_in_a_chunk(tmp_path):
     config = RunConfig("lines.py:workload", "meka", 40, max_rejected=1)
     with pytest.raises(
         TrainingStopped, match=rf"example {BAD_ROW} of the training data"
     ):
-        train(config, tmp_path / "run", workload=lines(poisoned))
+        train(config, tmp_path / "run", workload=fitting(poisoned))
 
 
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_a_loss_that_stays_bad_stops_the_run(tmp_path):
     def broken(params, batch):
         return losses(params, batch) + jnp.where(params[0] > 0.5, jnp.nan, 0.0)
@@ -359,7 +360,7 @@ def test_a_loss_that_stays_bad_stops_the_run(tmp_path):
     path = tmp_path / "run"
     config = RunConfig("lines.py:workload", "meka", 400, max_rejected=10)
     with pytest.raises(TrainingStopped) as caught:
-        train(config, path, workload=lines(broken))
+        train(config, path, workload=fitting(broken))
     message = str(caught.value)
     assert "steps in a row were rejected" in message
     assert "Look at the data and the losses; --max-rejected" in message
@@ -374,133 +375,7 @@ def test_a_loss_that_stays_bad_stops_the_run(tmp_path):
     assert len(records) == 100
     assert records[-1]["rejected"] >= 10
     # Mended, it goes on to the end.
-    train(config, path, resume=True, workload=lines())
+    train(config, path, resume=True, workload=fitting())
     last = read_metrics(path)[-1]
     assert last["step"] == 400
     assert last["train_loss"] < 0.1
-
-
-# Processes ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with the user's file, and a cache of what was compiled."""
-    folder = tmp_path_factory.mktemp("processes")
-    (folder / "lines.py").write_text(FILE)
-    return folder
-
-
-SINGLE_THREADED = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-
-
-def start(place: Path, out: str, *more: str, workload="workload", steps=400):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": SINGLE_THREADED,
-        "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    command = [sys.executable, "-m", "meka", "train", f"lines.py:{workload}"]
-    command += ["--steps", str(steps), "--out", out, "--seeds", "2", "--average"]
-    command += ["--eval-every", "5", "--checkpoint-every", "10", *more]
-    return subprocess.Popen(
-        command,
-        cwd=place,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
-
-
-def wait_for(process: subprocess.Popen, metrics: Path, size: int) -> None:
-    """Until so much has been written, or the process has ended."""
-    while process.poll() is None:
-        if metrics.exists() and metrics.stat().st_size >= size:
-            return
-        time.sleep(0.0005)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(place):
-    """The outcome of a process that nothing happened to."""
-    code, output = finish(start(place, "undisturbed"))
-    assert code == 0, output
-    return outcome(place / "undisturbed")
-
-
-def test_interrupted_processes_go_on_bit_exactly(place, undisturbed):
-    size = len(undisturbed["metrics.jsonl"])
-    path = place / "interrupted"
-    for number, share in ((signal.SIGTERM, 0.3), (signal.SIGINT, 0.6)):
-        process = start(place, "interrupted", "--resume")
-        wait_for(process, path / "metrics.jsonl", int(share * size))
-        process.send_signal(number)
-        code, output = finish(process)
-        assert code == 128 + number, output
-        assert f"stopped by {number.name} after step" in output
-        assert "Traceback" not in output
-    code, output = finish(start(place, "interrupted", "--resume"))
-    assert code == 0, output
-    assert outcome(path) == undisturbed
-
-
-def survive(place: Path, undisturbed: dict[str, bytes], kills: int, out: str) -> None:
-    """Kill a run again and again, each time a little further on, then finish it."""
-    rng = random.Random(kills)
-    size = len(undisturbed["metrics.jsonl"])
-    struck = 0
-    for kill in range(kills):
-        process = start(place, out, "--resume")
-        share = 0.9 * (kill + rng.random()) / kills
-        wait_for(process, place / out / "metrics.jsonl", int(share * size))
-        time.sleep(rng.random() * 0.02)
-        process.kill()
-        struck += finish(process)[0] == -signal.SIGKILL
-    code, output = finish(start(place, out, "--resume"))
-    assert code == 0, output
-    assert struck >= 0.8 * kills
-    assert outcome(place / out) == undisturbed
-
-
-def test_killed_processes_go_on_bit_exactly(place, undisturbed):
-    survive(place, undisturbed, 5, "killed")
-
-
-@pytest.mark.slow
-def test_many_kills(place, undisturbed):
-    survive(place, undisturbed, 40, "killed often")
-
-
-def test_one_process_a_folder_and_a_second_interrupt_ends_it_at_once(place):
-    path, many = place / "slow", 10**6
-    process = start(place, "slow", "--optimizer", "sgd", workload="slow", steps=many)
-    try:
-        wait_for(process, path / "metrics.jsonl", 1)
-        with pytest.raises(RunLocked, match=f"in use by process {process.pid}"):
-            RunFolder.resume(path)
-        second = start(place, "slow", "--resume", workload="slow", steps=many)
-        code, output = finish(second)
-        assert code == 2, output
-        assert f"slow is in use by process {process.pid}" in output
-        assert process.poll() is None
-        (place / "hold").touch()
-        wait_for(process, place / "held", 0)
-        before = {each.name for each in (path / "checkpoints").glob("step-*")}
-        process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        assert process.poll() is None  # in the middle of a chunk: it means to save
-        process.send_signal(signal.SIGINT)
-        code, output = finish(process)
-    finally:
-        process.kill()
-    assert code == 130, output
-    assert {each.name for each in (path / "checkpoints").glob("step-*")} == before
-    RunFolder.resume(path).close()  # the lock went with the process

@@ -55,6 +55,8 @@ _TEMPORARY = re.compile(r"step-.*\.tmp-(\d+)")
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those written before are untouched."""
 
+    exit_code = 4  # of the command line: it was not the request that was refused
+
 
 @dataclass(frozen=True)
 class Restored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _USAGE = 2  # exit code for a request that was refused
 _STOPPED = 3  # exit code for a run that could not go on
+_DISK = 4  # exit code for a disk that is full or must not be written
 _Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -348,14 +350,25 @@ def _guarded(command: Any, console: Console) -> int:
         code = _exit_code(error)
         if code is None:
             raise
-        print(f"meka: {error}", file=sys.stderr)
+        print(f"meka: {error}{_advice(error)}", file=sys.stderr)
         return code
+
+
+def _advice(error: Exception) -> str:
+    """What to do about a refusal of the disk that nobody has put into words yet."""
+    if not isinstance(error, OSError):
+        return ""
+    from meka.lab.checkpoint import what_to_do
+
+    return f". {what_to_do(error)}"
 
 
 def _exit_code(error: Exception) -> int | None:
     """The exit code for an error that is the user's to mend, else None."""
     if isinstance(error, UsageError):
         return _USAGE
+    if isinstance(error, OSError) and error.errno in _DISK_REFUSED:
+        return _DISK
     module = type(error).__module__
     if not module.startswith("meka."):
         return None
@@ -364,6 +377,16 @@ def _exit_code(error: Exception) -> int | None:
         _ignore_signals()
         return int(error.exit_code)  # pyright: ignore[reportAttributeAccessIssue]
     return _STOPPED if type(error).__name__ == "TrainingStopped" else _USAGE
+
+
+_DISK_REFUSED = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 def _ignore_signals() -> None:

@@ -129,7 +129,7 @@ def check_batch(batch: Any, classes: int | None = None, where: str = "batch") ->
 
     Both need the same number of rows, at least one; inputs are float32 or uint8 and
     finite. With `classes`, the labels must be class numbers; without, any finite
-    numbers (regression).
+    numbers (regression) that the 32 bits jax keeps them in can hold.
     """
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise DataError(f"{where}: expected a pair (inputs, labels), got {type(batch)}")
@@ -150,7 +150,23 @@ def check_batch(batch: Any, classes: int | None = None, where: str = "batch") ->
     if classes is not None:
         check_labels(labels, classes, where)
     else:
-        _require_finite(labels, f"{where}: labels")
+        _require_numbers(labels, f"{where}: labels")
+
+
+def _require_numbers(values: np.ndarray, where: str) -> None:
+    """Refuse what is no number, and what 32 bits would turn into another one."""
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{where} are {values.dtype}, expected real numbers")
+    _require_finite(values, where)
+    kind = values.dtype.kind
+    limits = np.iinfo(np.int32) if kind in "iu" else np.finfo(np.float32)
+    wrong = (values < limits.min) | (values > limits.max)
+    if kind != "b" and wrong.any():
+        row = int(wrong.reshape(len(values), -1).any(axis=1).argmax())
+        raise DataError(
+            f"{where} in row {row} are beyond the range of "
+            f"{'int32' if kind in 'iu' else 'float32'}, in which they are kept"
+        )
 
 
 def _require_finite(values: np.ndarray, where: str) -> None:

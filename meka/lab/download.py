@@ -2,18 +2,21 @@
 
 pooch finds the cache, compares digests and moves finished files into place, but it
 starts every transfer from zero. This one keeps what has arrived in `<name>.part`
-and asks the server for the rest (HTTP Range), after an interrupt too.
+and asks the server for the rest (HTTP Range), after an interrupt too. Of several
+processes that want a file, one downloads it (`alone`) and the others find it there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ ROUNDS = 4  # passes over the mirrors before a download is given up
 PAUSE = 1.0  # seconds before the second pass; doubles with each
 TIMEOUT = 30.0  # seconds without a byte before a connection counts as cut
 CHUNK = 1 << 18
+POLL = 0.1  # seconds between two looks at a file that another process downloads
 
 
 class DownloadError(Exception):
@@ -52,7 +56,7 @@ class ResumingDownloader:
     def __call__(self, url: str, output_file: str | Path, pooch: Any) -> None:
         """Leave the verified file at `output_file` (the signature pooch calls)."""
         del url, pooch
-        part = Path(output_file).with_name(f"{self.name}.part")
+        part = _part(Path(output_file).parent, self.name)
         failures: list[str] = []
         for turn in range(ROUNDS):
             if turn:
@@ -71,7 +75,7 @@ class ResumingDownloader:
         raise DownloadError(f"could not download {self.name}:\n  {lines}")
 
     def _transfer(self, url: str, part: Path) -> None:
-        done = part.stat().st_size if part.exists() else 0
+        done = _arrived(part)
         if done == self.size:
             return
         if done > self.size:
@@ -106,6 +110,57 @@ class ResumingDownloader:
         if digest != self.sha256:
             part.unlink()
             raise _WrongFile(f"sha256 is {digest}, expected {self.sha256}")
+
+
+@contextmanager
+def alone(
+    folder: Path, name: str, size: int, progress: Progress | None = None
+) -> Iterator[None]:
+    """Hold the right to download a file into a folder; wait for whoever has it.
+
+    While waiting, the progress of the other process is shown. The right goes with
+    its holder, however that ends. Nothing is left behind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.lock"
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(lock, path):
+                break
+        except BlockingIOError:
+            if progress is not None:
+                progress(name, min(_arrived(_part(folder, name)), size), size)
+            time.sleep(POLL)
+        except OSError:
+            os.close(lock)
+            raise
+        os.close(lock)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    """Whether the locked file still has its name: its last holder removed it."""
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _arrived(part: Path) -> int:
+    try:
+        return part.stat().st_size
+    except FileNotFoundError:  # not begun, or just finished
+        return 0
+
+
+def _part(folder: Path, name: str) -> Path:
+    return folder / f"{name}.part"
 
 
 class _WrongFile(Exception):

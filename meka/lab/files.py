@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meka.lab.download import DownloadError, Progress, ResumingDownloader, is_html
+from meka.lab.download import (
+    DownloadError,
+    Progress,
+    ResumingDownloader,
+    alone,
+    is_html,
+)
 
 CIFAR_FOLDER = "cifar-10-batches-bin"
 
@@ -184,6 +190,8 @@ def fetch(
 def _download(name: str, file: File, target: Path, progress: Progress | None) -> Path:
     import pooch
 
+    if check(target / file.name, file).ok:
+        return target / file.name
     mirrors = SOURCES[name].mirrors
     store = pooch.create(
         path=target,
@@ -193,7 +201,9 @@ def _download(name: str, file: File, target: Path, progress: Progress | None) ->
     # Any: pooch's own type asks for names that its own downloaders do not have.
     downloader: Any = ResumingDownloader(*file, mirrors, progress)
     try:
-        return Path(store.fetch(file.name, downloader=downloader))
+        # Whoever had to wait finds the file there, and pooch downloads nothing.
+        with alone(target, file.name, file.size, progress):
+            return Path(store.fetch(file.name, downloader=downloader))
     except DownloadError as error:
         raise DataError(
             f"{error}\nRun `meka data fetch {name}` to continue, or put the file in a "

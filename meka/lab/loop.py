@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meka.lab import culprit
 from meka.lab.methods import Method
 from meka.lab.workloads import Workload, WorkloadError
 
@@ -82,6 +83,8 @@ class Loop:
         self._step = one
         self._run_chunk = jax.jit(self._chunk, donate_argnums=0)
         self._run_step = jax.jit(one, donate_argnums=0)
+        self._batch_of = jax.jit(self._batch)
+        self._accepts = jax.jit(lambda *given: method.step(*given)[2]["accepted"])
         self._sum_gradient = jax.jit(
             jax.grad(lambda params, batch: jnp.sum(workload.losses(params, batch)))
         )
@@ -110,25 +113,57 @@ class Loop:
         """Take ``length`` steps after ``start``; returns what each logged.
 
         The logs have the shape (length, seeds). At most CHUNK steps are taken at once.
+        Where a step was rejected and no loss says why, ``suspect`` is found by taking
+        it again on parts of its batch.
         """
         if length > CHUNK:
             raise ValueError(f"at most {CHUNK} steps at once, not {length}")
+        parts, done = [], 0
+        while done < length:
+            carry, logs = self._advance(carry, start + done, length - done)
+            done += len(next(iter(logs.values())))
+            if _unexplained(logs)[-1].any():
+                # The last step changed nothing, so here it can be looked into.
+                logs["suspect"] = self._explain(carry, start + done - 1, logs)
+            parts.append(logs)
+        return carry, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def _advance(
+        self, carry: Carry, start: int, length: int
+    ) -> tuple[Carry, dict[str, np.ndarray]]:
+        """Up to ``length`` steps; fewer if one is rejected and no loss says why."""
         indices = self._indices(start, length)
         if self._scan:
             padded = np.zeros((CHUNK, *indices.shape[1:]), np.int32)
             padded[:length] = indices
-            carry, logs = self._run_chunk(
+            carry, logs, taken = self._run_chunk(
                 carry, self._data, padded, start, length, self._keys
             )
-            return carry, jax.tree.map(lambda x: np.asarray(x)[:length], logs)
+            taken = int(taken)
+            return carry, jax.tree.map(lambda x: np.array(x)[:taken], logs)
         logs = []
         for k in range(length):
             carry, info = self._run_step(
                 carry, self._data, indices[k], self._keys, jnp.int32(start + k)
             )
             logs.append(info)
-        # Stacked at the end: reading a number in between would wait for the device.
+            # On the CPU, the only place where this path is taken, looking is cheap.
+            if _unexplained(info).any():
+                break
         return carry, jax.tree.map(lambda *x: np.stack(list(map(np.asarray, x))), *logs)
+
+    def _explain(self, carry: Carry, step: int, logs: dict) -> np.ndarray:
+        """``suspect`` with the examples that spoiled the last of the logged steps."""
+        suspect, indices = logs["suspect"].copy(), self._indices(step, 1)[0]
+        for k in np.flatnonzero(_unexplained(logs)[-1]):
+            own = jax.tree.map(lambda x, k=k: x[k], carry)
+            batch = self._batch_of(
+                self._data, indices[k], self._keys[k], jnp.int32(step)
+            )
+            suspect[-1, k] = culprit.find(
+                functools.partial(self._accepts, own.params, own.state), batch
+            )
+        return suspect
 
     def refresh(self, carry: Carry) -> Carry:
         """Let the method look at the whole training set (SVRG)."""
@@ -189,7 +224,7 @@ class Loop:
             total = jax.tree.map(jnp.add, total, self._sum_gradient(params, part))
         return jax.tree.map(lambda g: g / self._rows, total)
 
-    def _one(self, carry: Carry, data, indices, key, number) -> tuple[Carry, dict]:
+    def _batch(self, data, indices, key, number) -> PyTree:
         workload = self.workload
         key = jax.random.fold_in(jax.random.fold_in(key, 1), number)
         draw_key, augment_key = jax.random.split(key)
@@ -199,6 +234,10 @@ class Loop:
             batch = jax.tree.map(lambda x: x[indices], data)
         if workload.augment is not None:
             batch = workload.augment(augment_key, batch)
+        return batch
+
+    def _one(self, carry: Carry, data, indices, key, number) -> tuple[Carry, dict]:
+        batch = self._batch(data, indices, key, number)
         params, state, info = self.method.step(carry.params, carry.state, batch, number)
         average = carry.average
         if self._average:
@@ -210,18 +249,29 @@ class Loop:
         return Carry(params, state, average), info
 
     def _chunk(self, carry: Carry, data, indices, first, length, keys):
-        """Up to CHUNK steps. Their number is data, so that one compilation does."""
+        """Up to CHUNK steps. Their number is data, so that one compilation does.
+
+        Ends early after a step that was rejected and no loss says why.
+        """
 
         def take(k: jax.Array, carry: Carry) -> tuple[Carry, dict]:
             return self._step(carry, data, indices[k], keys, first + k)
 
-        def body(k: jax.Array, both: tuple[Carry, dict]) -> tuple[Carry, dict]:
-            carry, info = take(k, both[0])
-            return carry, jax.tree.map(lambda log, x: log.at[k].set(x), both[1], info)
+        def goes_on(now: tuple) -> jax.Array:
+            _, _, k, sound = now
+            return (k < length) & sound
 
-        _, shapes = jax.eval_shape(take, jnp.int32(0), carry)
+        def body(now: tuple) -> tuple:
+            carry, logs, k, _ = now
+            carry, info = take(k, carry)
+            logs = jax.tree.map(lambda log, x: log.at[k].set(x), logs, info)
+            return carry, logs, k + 1, ~jnp.any(_unexplained(info))
+
+        zero = jnp.int32(0)
+        _, shapes = jax.eval_shape(take, zero, carry)
         logs = jax.tree.map(lambda s: jnp.zeros((CHUNK, *s.shape), s.dtype), shapes)
-        return jax.lax.fori_loop(0, length, body, (carry, logs))
+        now = (carry, logs, zero, jnp.ones((), bool))
+        return jax.lax.while_loop(goes_on, body, now)[:3]
 
     def _indices(self, start: int, length: int) -> np.ndarray:
         """Rows of the data for each step and seed: every epoch a fresh shuffle."""
@@ -288,6 +338,13 @@ def _slices(data: PyTree, rows: int):
 @functools.lru_cache(maxsize=64)
 def _shuffle(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows).astype(np.int32)
+
+
+def _unexplained(logs: dict) -> Any:
+    """Where a step was rejected although every loss of its batch is finite."""
+    if "accepted" not in logs:
+        return np.zeros(1, bool)
+    return ~logs["accepted"] & (logs["suspect"] < 0)
 
 
 def _one_by_one(one: Callable, seeds: int) -> Callable:

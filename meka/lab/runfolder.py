@@ -38,6 +38,12 @@ class RunLocked(RunError):
     """Another process is writing to the run folder."""
 
 
+class DiskError(RunError):
+    """The disk refused what a run had to write; what was there before is intact."""
+
+    exit_code = 4
+
+
 _PACKAGES = ("meka", "jax", "jaxlib", "optax", "numpy")
 
 
@@ -164,7 +170,7 @@ class RunFolder:
         """Append records in one write; with ``sync``, wait until the disk has them.
 
         Raises:
-            RunError: the disk refused; the file is as it was before.
+            DiskError: the disk refused; the file is as it was before.
         """
         data = "".join([encoded(record) + "\n" for record in records]).encode()
         size = os.fstat(self._metrics).st_size
@@ -176,7 +182,7 @@ class RunFolder:
                 os.fsync(self._metrics)
         except OSError as error:
             os.ftruncate(self._metrics, size)
-            raise RunError(
+            raise DiskError(
                 f"cannot write {self.path / METRICS}: {error}. {what_to_do(error)} "
                 f"The records before are intact."
             ) from error

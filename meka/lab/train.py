@@ -27,7 +27,7 @@ from meka.lab import checkpoint, optimizers, workloads
 from meka.lab.config import RunConfig
 from meka.lab.loop import CHUNK, Carry, Loop
 from meka.lab.metrics import METRICS, iterate_metrics
-from meka.lab.runfolder import RunFolder, read_config
+from meka.lab.runfolder import DiskError, RunFolder, read_config
 
 if TYPE_CHECKING:
     from meka.lab.events import EventWriter
@@ -268,8 +268,14 @@ class _Run:
 
     def _time(self, done: int, length: int, seconds: float) -> None:
         line = json.dumps({"step": done, "steps": length, "seconds": seconds})
-        with open(self.folder.path / TIMING, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        path = self.folder.path / TIMING
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise DiskError(
+                f"cannot write {path}: {error}. {checkpoint.what_to_do(error)}"
+            ) from error
 
     def _save(self, carry: Carry, done: int) -> None:
         # Metrics first: a checkpoint promises that all records before it are there.

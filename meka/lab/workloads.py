@@ -144,7 +144,8 @@ def classifier(
 
     def correct(params: Any, batch: Any) -> jax.Array:
         inputs, labels = batch
-        return jnp.argmax(logits(params, inputs), axis=-1) == labels
+        found = jnp.argmax(logits(params, inputs), axis=-1)
+        return found.astype(labels.dtype) == labels
 
     if epochs is not None:
         steps = epochs * (len(data.train[1]) // batch_size)
