@@ -114,6 +114,7 @@ def train(
     with open_folder(path) as folder, _signals() as received:
         for warning in folder.warnings:
             watcher.note(f"warning: {warning}")
+        folder.describe(loop.subject())
         _Run(folder, loop, watcher, events).go(received)
     return path
 
