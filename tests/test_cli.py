@@ -216,7 +216,7 @@ def test_data_verify(place, meka):
 
 def test_train_resume_and_show(place, meka):
     train = ("train", "lines.py:workload", "--optimizer", "adam", "--out", "run")
-    code, output, errors = meka(*train, "--eval-every", "6", "--tensorboard")
+    code, output, errors = meka(*train, "--eval-every", "6", "--writer", "tensorboard")
     assert (code, errors) == (0, "")
     records = read_metrics(place / "run")
     final = [r["train_loss"] for r in records if r["kind"] == "eval"][-1]

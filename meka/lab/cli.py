@@ -60,12 +60,14 @@ class Train:
     """An option of the optimizer, such as probe=lagged; may be repeated."""
     data_dir: Path | None = None
     """Where the data is; by default $MEKA_DATA or the download cache."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files (needs the extra meka[tensorboard])."""
+    writer: Annotated[
+        tuple[Literal["tensorboard", "trackio"], ...], tyro.conf.UseAppendAction
+    ] = ()
+    """Also show the records to another tool, which must be installed."""
 
     def run(self, console: Console) -> int:
         """Train."""
-        from meka.lab import progress, tables, workloads
+        from meka.lab import progress, tables, workloads, writers
         from meka.lab.config import RunConfig
         from meka.lab.history import read
         from meka.lab.runfolder import is_run, read_config
@@ -94,6 +96,7 @@ class Train:
             )
 
         # Everything that can be refused is refused before data is read.
+        openers = [writers.find(name) for name in dict.fromkeys(self.writer)]
         config = configured(1 if self.steps is None else self.steps)
         resume = self.resume and is_run(out)
         if self.resume and not resume:
@@ -116,7 +119,7 @@ class Train:
                 resume=resume,
                 watcher=watcher,
                 workload=workload,
-                events=self.tensorboard,
+                writers=openers,
             )
         console.print(tables.runs_table([read(out)]))
         console.print(

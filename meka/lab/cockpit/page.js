@@ -104,7 +104,8 @@
       return [low / 10 ** room, high * 10 ** room];
     }
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-    return [low >= 0 && low - room < 0 ? Math.min(0, -room / 3) : low - room, high + room];
+    const base = low >= 0 && low < room ? -0.03 * (high + room) : low - room;
+    return [base, high + room];
   }
 
   function band(curve, log) {
@@ -483,10 +484,9 @@
     theme = name;
     document.documentElement.dataset.theme = name;
     byId("theme").setAttribute("aria-pressed", name === "dark");
-    const ink = css("--ink").trim(), soft = css("--soft").trim(), card = css("--card").trim();
+    const ink = css("--ink").trim(), soft = css("--soft").trim();
     const rule = css("--rule").trim(), grid = css("--grid").trim();
     for (const root of doc.roots()) {
-      root.setv({ background_fill_color: card, border_fill_color: card });
       for (const axis of [...root.left, ...root.below])
         axis.setv({ axis_line_color: rule, major_tick_line_color: rule,
           major_label_text_color: soft, axis_label_text_color: soft,
@@ -531,7 +531,8 @@
   async function ask() {
     if (!document.hidden) {
       try {
-        const answer = await fetch(`data?known=${versions.join(",")}`, { cache: "no-store" });
+        const answer = await fetch(`data?known=${versions.join(",")}`, {
+          cache: "no-store", signal: AbortSignal.timeout(20000) });
         if (!answer.ok) throw new Error(answer.status);
         const news = await answer.json();
         versions = news.versions;

@@ -7,6 +7,7 @@ page. The file carries what the runs look like inside; the live one asks for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +85,7 @@ def page(
     nonce: str | None = None,
 ) -> str:
     """The page as text: of finished views, or live, to be served with ``nonce``."""
-    script, divs = components(_figures(), wrap_script=False, wrap_plot_info=True)
+    bokeh, script, divs = _embedded()
     names = [str(view["name"]) for view in views]
     title = "meka: " + ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     content = {
@@ -104,7 +105,7 @@ def page(
         "style": _resource("page.css"),
         "nonce": "" if nonce is None else f' nonce="{nonce}"',
         "data": json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
-        "bokeh": Resources(mode="inline", components=["bokeh"]).js_raw[0],
+        "bokeh": bokeh,
         "figures": script,
         "script": _resource("page.js"),
     }
@@ -116,6 +117,14 @@ def page(
         name, _, rest = piece.partition("}}")
         filled += [parts[name], rest]
     return "".join(filled)
+
+
+@functools.cache
+def _embedded() -> tuple[str, str, dict[str, str]]:
+    """Bokeh's own code, the script that makes the figures, and places for them."""
+    script, divs = components(_figures(), wrap_script=False, wrap_plot_info=True)
+    code = Resources(mode="inline", components=["bokeh"]).js_raw[0]
+    return code, script, divs  # pyright: ignore[reportReturnType]
 
 
 def _policy_tag(scripts: str) -> str:
@@ -189,8 +198,9 @@ def _article(panel: Panel, divs: Mapping[str, str]) -> str:
 _PROFILE_CONTROLS = """
 <div class="controls">
 <label>Run <select id="profile-run"></select></label>
-<label class="grow">Step <output id="profile-step" for="profile-slider"></output>
-<input type="range" id="profile-slider" min="0" max="0" value="0" step="1"></label>
+<div class="grow"><label for="profile-slider">Step</label>
+<output id="profile-step" for="profile-slider"></output>
+<input type="range" id="profile-slider" min="0" max="0" value="0" step="1"></div>
 <label class="follow"><input type="checkbox" id="profile-follow" checked> newest</label>
 </div>
 <p id="profile-text" class="readout"></p>"""
@@ -223,6 +233,8 @@ def _base(name: str, height: int, x: Range1d, tools: list[Any]) -> figure:
         min_border_right=14,
         min_border_left=64,
         outline_line_color=None,
+        background_fill_color=None,
+        border_fill_color=None,
         output_backend="canvas",
     )
     plot.xaxis.minor_tick_line_color = None

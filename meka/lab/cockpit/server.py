@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tornado import httpserver, netutil, web
+from tornado import httpserver, web
 
 from meka.lab.cockpit.follow import Run
 from meka.lab.cockpit.page import POLICY, page
@@ -174,8 +174,8 @@ class Server:
         if token and len(token) < _TOKEN:
             raise WatchError(f"a token needs at least {_TOKEN} characters")
         self._watched = Watched(paths)
-        sockets = _bound(host, port)
-        self.port = int(sockets[0].getsockname()[1])
+        listening = _bound(host, port)
+        self.port = int(listening.getsockname()[1])
         shared = {
             "watched": self._watched,
             "hosts": lambda name: answers_to(name, host, self.port),
@@ -191,7 +191,7 @@ class Server:
             compress_response=not is_loopback(host),
         )
         self._http = httpserver.HTTPServer(application)
-        self._http.add_sockets(sockets)
+        self._http.add_socket(listening)
         shown = "localhost" if host in ("0.0.0.0", "::") else host
         shown = f"[{shown}]" if ":" in shown else shown
         self.address = f"http://{shown}:{self.port}/"
@@ -210,6 +210,7 @@ class Server:
                     continue
         finally:
             self._http.stop()
+            await self._http.close_all_connections()
 
 
 def is_loopback(host: str) -> bool:
@@ -246,12 +247,15 @@ def answers_to(header: str, host: str, port: int) -> bool:
     return True
 
 
-def _bound(host: str, port: int | None) -> list[socket.socket]:
-    """Sockets on the port, or, where none was asked for, on the first that is free."""
+def _bound(host: str, port: int | None) -> socket.socket:
+    """A socket on the port, or, where none was asked for, on the first that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     wanted = range(PORT, PORT + _TRIES) if port is None else [port]
     for number in wanted:
         try:
-            return netutil.bind_sockets(number, address=host)
+            made = socket.create_server((host, number), family=family)
+            made.setblocking(False)
+            return made
         except socket.gaierror as error:
             raise WatchError(f"--host {host}: {error.strerror}") from error
         except (OSError, OverflowError) as error:

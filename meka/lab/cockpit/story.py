@@ -100,6 +100,8 @@ def _step(run: Run) -> Iterator[Finding]:
     step = _over_seeds(run.steps.column("step_size"))
     end = _late(step)
     now = _median(end)
+    if not np.isfinite(now):
+        return
     if "model.slope" not in run.steps:
         yield Finding("good", "Step size", f"At the end it was {num(now)}, as set.")
         return
@@ -280,16 +282,18 @@ def _promise(run: Run) -> Iterator[Finding]:
 def _rejected(run: Run) -> Iterator[Finding]:
     if "rejected" not in run.steps:
         return
-    count = int(np.nanmax(run.steps.column("rejected")[-1:]))
+    counted = _usable(run.steps.column("rejected")[-1:])
+    count = int(counted.max()) if len(counted) else 0
     if not count:
         yield Finding("good", "Rejected steps", "None.")
         return
     text = f"{count:,} of {run.last_step:,} steps were not taken, because something in "
     text += "them was not finite."
-    suspect = run.steps.column("suspect") if "suspect" in run.steps else np.array([-1])
     advice = "Look at the losses for overflow, logarithms of zero and divisions."
-    if np.nanmax(suspect) >= 0:
-        row = int(suspect[suspect >= 0][-1])
+    suspect = run.steps.column("suspect") if "suspect" in run.steps else np.zeros(0)
+    named = suspect[suspect >= 0]
+    if len(named):
+        row = int(named[-1])
         advice = f"Example {row} of the data had a loss that is no number: look there."
     yield Finding("warn", "Rejected steps", text, advice)
 
