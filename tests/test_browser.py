@@ -256,7 +256,8 @@ def test_the_profile_follows_its_slider_and_the_formulas_of_the_library(visit):
     model = ImprovementModel(**{name: jnp.float32(x) for name, x in values.items()})
     alphas = [0.0, 0.05, 0.12, 0.3]
     mine = visit.page.evaluate(
-        "([m, all]) => [meka.probability, meka.expected].map(f => all.map(a => f(m, a)))",
+        "([m, steps]) => [meka.probability, meka.expected]"
+        ".map(f => steps.map(a => f(m, a)))",
         [values, alphas],
     )
     steps = jnp.array(alphas, jnp.float32)

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from scipy.stats import norm
 
 from meka.improvement import ImprovementModel
+from meka.lab import cli
 from meka.lab.cockpit import page, thin
 from meka.lab.cockpit.follow import Run, Table, Tail
 from meka.lab.cockpit.panels import PANELS
@@ -422,6 +424,28 @@ def test_a_report_refuses_what_is_no_run(tmp_path):
     with pytest.raises(RunError, match="not recorded anything yet"):
         page.write_report([path], tmp_path / "r.html", command="")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_the_command_says_where_the_page_is_or_what_is_wrong(
+    tmp_path, monkeypatch, capsys
+):
+    def report(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["meka", "report", *arguments])
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert isinstance(end.value.code, int)
+        return end.value.code
+
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", 60, optimizer="adam", ours=False)
+    assert report("run", "--out", "page.html") == 0
+    assert capsys.readouterr().out == "page: page.html\n"
+    assert "meka report run --out page.html" in (tmp_path / "page.html").read_text()
+    assert report("nowhere") == 2
+    assert "meka: nowhere holds no run" in capsys.readouterr().err
+    assert report() == 2
+    assert "name at least one run folder" in capsys.readouterr().err
 
 
 def luminance(color: str) -> float:

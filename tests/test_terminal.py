@@ -113,6 +113,8 @@ def test_watch_prints_plain_lines_where_there_is_no_terminal(
 ):
     path = write_run(tmp_path / "run", 100, optimizer="adam", ours=False)
     monkeypatch.setattr(sys, "argv", ["meka", "watch", "--terminal", str(path)])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(os, "nice", lambda _: 0)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 0

@@ -309,6 +309,7 @@ class Watch:
         if not self.runs:
             raise UsageError("name at least one run folder")
         _leave_accelerators_alone()
+        os.nice(10)  # where processors are few, the run that trains goes first
         if self.terminal:
             from meka.lab.cockpit.terminal import follow
 

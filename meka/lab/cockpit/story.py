@@ -174,6 +174,8 @@ def _error(run: Run) -> Iterator[Finding]:
         return
     chance = _CHANCE * (s + noise)
     text = f"λ averages {num(error)}, {num(error / s)} times s = {num(s)}"
+    if not error:
+        text = f"λ was zero throughout: no surprise exceeded s = {num(s)} and noise"
     if error > 3 * chance:
         yield Finding(
             "warn",
@@ -227,13 +229,16 @@ def _batch(run: Run) -> Iterator[Finding]:
         return
     text = f"The noise scale is {num(scale)} examples, the batch {size}"
     if scale > _BATCH * size:
-        better = _power(min(scale, 8 * size))
+        examples = run.subject.get("train_examples") or scale
+        better = _power(min(scale, 8 * size, examples / 2))
         yield Finding(
             "note",
             "Batch size",
             f"{text}: too small at the end of the run, where noise outweighs the "
             "gradient.",
-            f"If there is memory, try --batch-size {better}: fewer, surer steps.",
+            f"If there is memory, try --batch-size {better}: fewer, surer steps."
+            if better > size
+            else "",
         )
     elif scale < size / _BATCH:
         yield Finding(
