@@ -12,13 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from synthetic import write_run
+from test_cli import FILE
+from test_watch import serving
 
 from meka.improvement import ImprovementModel
 from meka.lab.cockpit import page as pages
 from meka.lab.cockpit.panels import PANELS
-from tests.synthetic import write_run
-from tests.test_cli import FILE
-from tests.test_watch import serving
 
 pytestmark = pytest.mark.browser
 

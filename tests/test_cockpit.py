@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import norm
+from synthetic import infos, lines, write_run
 
 from meka.improvement import ImprovementModel
 from meka.lab import cli
@@ -22,7 +23,6 @@ from meka.lab.cockpit.view import RunView, state
 from meka.lab.metrics import METRICS, MetricsError
 from meka.lab.runfolder import RunError
 from meka.state import Info
-from tests.synthetic import infos, lines, write_run
 
 
 def read(path: Path) -> Run:

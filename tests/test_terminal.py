@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from synthetic import lines, write_run
+from test_cli import FILE
 
 from meka.lab import cli
 from meka.lab.metrics import METRICS
 from meka.lab.sparkline import Strip, sparkline
-from tests.synthetic import lines, write_run
-from tests.test_cli import FILE
 
 
 def test_a_sparkline_has_the_shape_of_its_values():

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from synthetic import lines, write_run
 
 from meka.lab.cockpit.server import Server, WatchError, answers_to
 from meka.lab.metrics import METRICS
-from tests.synthetic import lines, write_run
 
 TOKEN = "correct-horse-battery"
 
