@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meka.lab import events, metrics, runfolder
+from meka.lab import metrics, runfolder
 from meka.lab.config import ConfigError, RunConfig
 from meka.lab.metrics import MetricsError
 from meka.lab.runfolder import RunError, RunFolder, RunLocked
@@ -430,47 +429,3 @@ def test_a_hundred_steps_take_milliseconds(run, number):
 def test_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         CONFIG.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# Event files --------------------------------------------------------------------------
-
-
-def read_events(folder: Path) -> list[tuple[str, float, int]]:
-    """Read event files as TFRecords, independently of the writer."""
-    from tensorboardX.proto import event_pb2
-
-    found = []
-    for path in sorted(folder.iterdir()):
-        data = path.read_bytes()
-        while data:
-            length = int.from_bytes(data[:8], "little")
-            content = data[12 : 12 + length]
-            event = event_pb2.Event.FromString(content)  # pyright: ignore
-            data = data[16 + length :]
-            for value in event.summary.value:
-                found.append((value.tag, value.simple_value, event.step))  # noqa: PERF401
-    return found
-
-
-def test_events_mirror_the_records(tmp_path):
-    pytest.importorskip("tensorboardX")
-    with events.EventWriter(tmp_path) as writer:
-        writer.write(records([1, 2]))
-        writer.write([{"kind": "step", "step": 3, "seed": 4, "x": [1, 2], "t": "no"}])
-        writer.write([{"kind": "eval", "step": 3, "accuracy": np.float32(0.5)}])
-        writer.write([{"kind": "step", "step": 4, "loss": math.inf}])
-    assert read_events(tmp_path) == [
-        ("step/loss", 1.0, 1),
-        ("step/loss", 0.5, 2),
-        ("step/x/seed4/0", 1.0, 3),
-        ("step/x/seed4/1", 2.0, 3),
-        ("eval/accuracy", 0.5, 3),
-        ("step/loss", math.inf, 4),
-    ]
-
-
-def test_missing_tensorboardx_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(events.EventsError, match=r"meka\[tensorboard\]"):
-        events.EventWriter(tmp_path / "events")
-    assert not (tmp_path / "events").exists()

@@ -62,12 +62,14 @@ class Train:
     """An option of the optimizer, such as probe=lagged; may be repeated."""
     data_dir: Path | None = None
     """Where the data is; by default $MEKA_DATA or the download cache."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files (needs the extra meka[tensorboard])."""
+    writer: Annotated[
+        tuple[Literal["tensorboard", "trackio"], ...], tyro.conf.UseAppendAction
+    ] = ()
+    """Also show the records to another tool, which must be installed."""
 
     def run(self, console: Console) -> int:
         """Train."""
-        from meka.lab import progress, report, workloads
+        from meka.lab import progress, tables, workloads, writers
         from meka.lab.config import RunConfig
         from meka.lab.history import read
         from meka.lab.runfolder import is_run, read_config
@@ -96,6 +98,7 @@ class Train:
             )
 
         # Everything that can be refused is refused before data is read.
+        openers = [writers.find(name) for name in dict.fromkeys(self.writer)]
         config = configured(1 if self.steps is None else self.steps)
         resume = self.resume and is_run(out)
         if self.resume and not resume:
@@ -118,10 +121,12 @@ class Train:
                 resume=resume,
                 watcher=watcher,
                 workload=workload,
-                events=self.tensorboard,
+                writers=openers,
             )
-        console.print(report.runs_table([read(out)]))
-        console.print(f"kept in {out}; draw it with: meka show {out}", markup=False)
+        console.print(tables.runs_table([read(out)]))
+        console.print(
+            f"kept in {out}; look at it with: meka report {out}", markup=False
+        )
         return 0
 
     def _refuse_another(self, found: RunConfig, out: Path) -> None:
@@ -174,8 +179,9 @@ class Compare:
 
     def run(self, console: Console) -> int:
         """Compare."""
-        from meka.lab import compare, plots, progress, report, workloads
+        from meka.lab import compare, plots, progress, tables, workloads
         from meka.lab import optimizers as table
+        from meka.lab.cockpit.page import Preface, write_report
 
         names = tuple(table.TABLE) if self.optimizers == ("all",) else self.optimizers
         for name in names:
@@ -220,11 +226,20 @@ class Compare:
             faint=[run for members in result.grid.values() for run in members],
             target=result.target,
         )
-        command = "meka " + shlex.join(sys.argv[1:])
-        report.write_page(result, picture, out / "report.html", command)
-        console.print(report.comparison_table(result))
-        report.print_verdict(console, result)
-        console.print(f"page: {out / 'report.html'}", markup=False)
+        page = write_report(
+            [run.path for run in result.best.values()],
+            out / "report.html",
+            command=_command_line(),
+            preface=Preface(
+                f"{self.workload}: {steps} steps, {self.seeds} seeds",
+                result.verdict,
+                tables.COMPARISON_HEAD,
+                tables.comparison_rows(result),
+            ),
+        )
+        console.print(tables.comparison_table(result))
+        tables.print_verdict(console, result)
+        console.print(f"page: {page}", markup=False)
         console.print(f"picture: {picture}", markup=False)
         return 0
 
@@ -240,15 +255,91 @@ class Show:
 
     def run(self, console: Console) -> int:
         """Show."""
-        from meka.lab import plots, report
+        from meka.lab import plots, tables
         from meka.lab.history import read
 
         if not self.runs:
             raise UsageError("name at least one run folder")
         runs = [read(path) for path in self.runs]
-        console.print(report.runs_table(runs))
+        console.print(tables.runs_table(runs))
         picture = plots.overview(runs, self.out)
         console.print(f"picture: {picture}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one HTML page about runs: curves to zoom, and what the numbers say."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders."""
+    out: Path = Path("meka-report.html")
+    """The page to write; it needs nothing beside it."""
+
+    def run(self, console: Console) -> int:
+        """Report."""
+        if not self.runs:
+            raise UsageError("name at least one run folder")
+        _leave_accelerators_alone()
+        from meka.lab.cockpit.page import write_report
+
+        page = write_report(self.runs, self.out, command=_command_line())
+        console.print(f"page: {page}", markup=False)
+        return 0
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Follow runs while they train, on a page of your own machine or in the terminal.
+
+    The runs may have begun, have ended, or not be there yet. Ctrl-C stops watching.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders."""
+    terminal: bool = False
+    """Show the runs here in place of a page."""
+    port: int | None = None
+    """By default 6352, or the next one that is free; 0 is any."""
+    host: str = "127.0.0.1"
+    """The address to listen on; others than this machine's own need --token."""
+    token: str | None = None
+    """What a visitor must know; by default $MEKA_TOKEN."""
+
+    def run(self, console: Console) -> int:
+        """Watch."""
+        if not self.runs:
+            raise UsageError("name at least one run folder")
+        _leave_accelerators_alone()
+        os.nice(10)  # where processors are few, the run that trains goes first
+        if self.terminal:
+            from meka.lab.cockpit.terminal import follow
+
+            return follow(self.runs, console)
+        import asyncio
+
+        from meka.lab.cockpit.server import Server
+
+        async def serve() -> None:
+            token = self.token or os.environ.get("MEKA_TOKEN", "")
+            server = Server(
+                self.runs,
+                host=self.host,
+                port=self.port,
+                token=token,
+                command=_command_line(hide=token),
+            )
+            console.print(
+                f"watching at {server.address} (Ctrl-C to stop)",
+                markup=False,
+                soft_wrap=True,
+            )
+            await server.run()
+
+        try:
+            asyncio.run(serve())
+        except KeyboardInterrupt:
+            console.print("stopped watching; the runs go on", markup=False)
         return 0
 
 
@@ -316,6 +407,8 @@ _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Watch, tyro.conf.subcommand("watch")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Optimizers, tyro.conf.subcommand("optimizers")]
     | Annotated[Workloads, tyro.conf.subcommand("workloads")]
@@ -392,6 +485,16 @@ _DISK_REFUSED = (
 def _ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_accelerators_alone() -> None:
+    """Looking at a run must not take memory from the device that trains it."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _command_line(hide: str = "") -> str:
+    words = [word for word in sys.argv[1:] if not hide or hide not in word]
+    return "meka " + shlex.join(words)
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:

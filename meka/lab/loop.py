@@ -107,6 +107,19 @@ class Loop:
         # Compiled, so that the leaves are buffers of their own and can be donated.
         return jax.jit(jax.vmap(begin))(self._keys)
 
+    def subject(self) -> dict[str, Any]:
+        """What is trained, in numbers."""
+        data = self.workload.data
+        test = [] if data is None else jax.tree.leaves(data.test)[0]
+        shapes = jax.eval_shape(self.workload.init, self._keys[0])
+        return {
+            "name": self.workload.name,
+            "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
+            "batch_size": self.batch_size,
+            "train_examples": self._rows or None,
+            "test_examples": len(test) or None,
+        }
+
     def advance(
         self, carry: Carry, start: int, length: int
     ) -> tuple[Carry, dict[str, np.ndarray]]:

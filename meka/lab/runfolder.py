@@ -4,6 +4,7 @@
 
     config.json        what was asked for; its presence is what makes the folder a run
     environment.json   versions, device and threads it was computed with
+    subject.json       what is trained: parameters, examples, batch size
     metrics.jsonl      one record a line, append-only: the truth about the run
     checkpoints/       see `meka.lab.checkpoint`
     run.lock           held (flock) by the one process that may write here
@@ -26,7 +27,7 @@ from meka.lab.checkpoint import replace_file, sync_directory, what_to_do
 from meka.lab.config import RunConfig
 from meka.lab.metrics import METRICS, encoded, lines
 
-CONFIG, ENVIRONMENT = "config.json", "environment.json"
+CONFIG, ENVIRONMENT, SUBJECT = "config.json", "environment.json", "subject.json"
 LOCK, CHECKPOINTS = "run.lock", "checkpoints"
 
 
@@ -165,6 +166,15 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Where the checkpoints of this run live."""
         return self.path / CHECKPOINTS
+
+    def describe(self, subject: Mapping[str, Any]) -> None:
+        """Say what is trained, for whoever reads the folder without the workload."""
+        file = self.path / SUBJECT
+        try:
+            if not file.exists():
+                _write_json(file, dict(subject))
+        except OSError as error:
+            raise RunError(f"cannot write {file}: {what_to_do(error)}") from error
 
     def append(self, records: Iterable[dict[str, Any]], *, sync: bool = False) -> None:
         """Append records in one write; with ``sync``, wait until the disk has them.

@@ -14,8 +14,8 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +30,7 @@ from meka.lab.metrics import METRICS, iterate_metrics
 from meka.lab.runfolder import DiskError, RunFolder, read_config
 
 if TYPE_CHECKING:
-    from meka.lab.events import EventWriter
+    from meka.lab.writers import Opener, Writer
 
 TIMING = "timing.jsonl"  # apart from the metrics, which are the same every time
 
@@ -85,7 +85,7 @@ def train(
     resume: bool = False,
     watcher: Watcher | None = None,
     workload: workloads.Workload | None = None,
-    events: bool = False,
+    writers: Sequence[Opener] = (),
 ) -> Path:
     """Train as configured, in a folder; returns the folder.
 
@@ -95,7 +95,7 @@ def train(
         resume: go on from the last good checkpoint, if the folder holds a run.
         watcher: told of progress.
         workload: already loaded, to save loading it again.
-        events: also write TensorBoard event files.
+        writers: openers of what else shall see the records (`meka.lab.writers`).
 
     Raises:
         Interrupted: SIGINT or SIGTERM; the work is saved.
@@ -114,7 +114,8 @@ def train(
     with open_folder(path) as folder, _signals() as received:
         for warning in folder.warnings:
             watcher.note(f"warning: {warning}")
-        _Run(folder, loop, watcher, events).go(received)
+        folder.describe(loop.subject())
+        _Run(folder, loop, watcher).go(received, writers)
     return path
 
 
@@ -146,26 +147,22 @@ def _creator(config: RunConfig) -> Callable[[Path], RunFolder]:
 
 
 class _Run:
-    def __init__(self, folder: RunFolder, loop: Loop, watcher: Watcher, events: bool):
+    def __init__(self, folder: RunFolder, loop: Loop, watcher: Watcher):
         config = folder.config
         self.folder, self.config, self.watcher = folder, config, watcher
         self.loop, self.method = loop, loop.method
-        self.events: EventWriter | None = None
-        self.wants_events = events
+        self.writers: list[Writer] = []
         self.rejected_in_a_row = np.zeros(config.seeds, int)
         self.rejected = np.zeros(config.seeds, int)
 
-    def go(self, received: list[int]) -> None:
+    def go(self, received: list[int], openers: Sequence[Opener]) -> None:
         carry, done = self._begin()
-        if self.wants_events:
-            from meka.lab.events import FOLDER, EventWriter
-
-            self.events = EventWriter(self.folder.path / FOLDER, resume_at=done)
-        try:
+        with ExitStack() as stack:
+            for opener in openers:
+                writer = opener(self.folder.path, self.config, done)
+                stack.callback(writer.close)
+                self.writers.append(writer)
             self._train(carry, done, received)
-        finally:
-            if self.events is not None:
-                self.events.close()
 
     def _train(self, carry: Carry, done: int, received: list[int]) -> None:
         if done == 0:
@@ -263,8 +260,8 @@ class _Run:
 
     def _append(self, records: list[dict[str, Any]]) -> None:
         self.folder.append(records)
-        if self.events is not None:
-            self.events.write(records)
+        for writer in self.writers:
+            writer.write(records)
 
     def _time(self, done: int, length: int, seconds: float) -> None:
         line = json.dumps({"step": done, "steps": length, "seconds": seconds})

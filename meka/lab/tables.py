@@ -1,11 +1,8 @@
-"""Tables and one page to look at, from a comparison or a few runs."""
+"""Tables of a comparison or of a few runs."""
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -14,32 +11,7 @@ from rich.table import Table
 from meka.lab.compare import Comparison, Row
 from meka.lab.history import History
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto;
-  padding: 0 1rem; }}
-table {{ border-collapse: collapse; }}
-th, td {{ padding: .3rem .8rem; text-align: right;
-  border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); }}
-th:first-child, td:first-child {{ text-align: left; }}
-img {{ max-width: 100%; height: auto; background: white; border-radius: 6px; }}
-figcaption, footer {{ opacity: .75; font-size: .9rem; }}
-.scroll {{ overflow-x: auto; }}
-</style></head><body>
-<h1>{title}</h1>
-<p>{summary}</p>
-<div class="scroll">{table}</div>
-<figure><img src="data:image/png;base64,{picture}" alt="{alt}">
-<figcaption>{caption}</figcaption></figure>
-<footer>{footer}</footer>
-</body></html>
-"""
-
-_HEAD = (
+COMPARISON_HEAD = (
     "optimizer",
     "learning rate",
     "train loss",
@@ -59,10 +31,10 @@ def comparison_table(comparison: Comparison) -> Table:
         f"{comparison.seeds} seeds",
         title_justify="left",
     )
-    for k, name in enumerate(_HEAD):
+    for k, name in enumerate(COMPARISON_HEAD):
         table.add_column(name, justify="left" if k == 0 else "right")
-    for row in comparison.rows:
-        table.add_row(*_cells(row, comparison.target))
+    for row in comparison_rows(comparison):
+        table.add_row(*row)
     return table
 
 
@@ -99,28 +71,9 @@ def runs_table(runs: Sequence[History]) -> Table:
     return table
 
 
-def write_page(comparison: Comparison, picture: Path, path: Path, command: str) -> None:
-    """One self-contained HTML page: verdict, table and picture."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEAD)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{html.escape(cell)}</td>" for cell in _cells(row, comparison.target)
-        )
-        + "</tr>"
-        for row in comparison.rows
-    )
-    page = _PAGE.format(
-        title=html.escape(f"meka compare: {comparison.workload}"),
-        summary=html.escape(comparison.verdict),
-        table=f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-        picture=base64.b64encode(picture.read_bytes()).decode(),
-        alt="Loss, accuracy, step size, gain, noise and curvature over the steps",
-        caption="Median over seeds, with their range as a band; the rest of each grid "
-        "is drawn faintly. The dotted line is the final loss of the best Adam.",
-        footer=f"Made by <code>{html.escape(command)}</code>",
-    )
-    path.write_text(page, encoding="utf-8")
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """The rows of that table, as text."""
+    return [_cells(row, comparison.target) for row in comparison.rows]
 
 
 def print_verdict(console: Console, comparison: Comparison) -> None:
