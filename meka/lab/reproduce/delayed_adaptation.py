@@ -1,0 +1,155 @@
+"""Figure 7: what happens to curvature and noise once adaptive steps take over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import meka
+from meka.lab import methods
+from meka.lab.methods import Method
+from meka.lab.reproduce import drawing, training
+from meka.lab.reproduce.setting import Setting, array
+from meka.lab.reproduce.training import Run
+from meka.lab.reproduce.verdict import Check, Reason
+from meka.lab.workloads import Workload
+
+CHOICES = (
+    "Meka with constant steps of 0.1 (the paper's for SGD) until the switch, PI from "
+    "there on, same initialisation and data order for all; batch 128. The paper does "
+    "not say when its runs switch; here after 0, 1/8, 1/4 and 1/2 of the run. Curvature "
+    "is δᵀBδ/δᵀδ along the direction, the variance that of a single example's gradient, "
+    "averaged over parameters (and, as the filter has it, over time). `Rise` is at "
+    "least 1.5 times the curvature, and a higher variance, than the run of constant "
+    "steps has in the same phase; `stay` asks this of the last fifth of the run."
+)
+REASONS: tuple[Reason, ...] = ()
+
+_RATE = 0.1
+_LOGS = ("step_size", "curvature", "direction_norm", "gradient_noise")
+_SHARES = (0.0, 0.125, 0.25, 0.5)
+_RISE = 1.5
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Train with constant steps, and with a switch at several times."""
+    names = setting.pick(
+        smoke=("digits",), desk=("digits", "mnist"), full=("cifar10-resnet32",)
+    )
+    seeds = setting.seeds or setting.pick(smoke=2, desk=3, full=1)
+    shares = setting.pick(smoke=(0.25,), desk=_SHARES, full=_SHARES)
+    found: dict[str, Any] = {}
+    for name in setting.select(names):
+        epochs = setting.pick(
+            smoke=3, desk={"digits": 90, "mnist": 3}.get(name, 3), full=8
+        )
+        steps = training.steps_for(setting, name, epochs)
+        switches = [round(share * steps) for share in shares]
+        found[name] = {"steps": steps, "switches": switches, "runs": {}}
+        for after in (*switches, steps):
+            run = Run(
+                f"switch after {after}", name, "meka", steps, seeds, _RATE,
+                {"switch": after}, logs=_LOGS, evaluations=10,
+            )  # fmt: skip
+            trained = training.train(
+                setting, run, lambda w, after=after: _switching(w, after)
+            )
+            found[name]["runs"][str(after)] = _summary(
+                trained, training.load(name, setting.data_dir).batch_size
+            )
+    return {"workloads": found, "seeds": seeds}
+
+
+def _switching(workload: Workload, after: int) -> Method:
+    rule = meka.switch(meka.constant(_RATE), meka.probability_of_improvement, after)
+    optimizer = meka.meka(rule=rule)
+    stepper = meka.make_step(workload.losses, optimizer)
+    plan = methods.Plan(1, None, "constant")
+    usual = methods.ours("meka", "probability_of_improvement", workload.losses, plan)
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        params, state, info = stepper(params, state, batch)
+        logs = {name: getattr(info, name) for name in _LOGS}
+        return params, state, {"loss": info.observed, **logs}
+
+    return replace(usual, init=optimizer.init, step=step)
+
+
+def _summary(trained: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    logs = {name: array(values) for name, values in trained["logs"].items()}
+    steps = len(logs["curvature"])
+    with np.errstate(all="ignore"):
+        curvature = logs["curvature"] / logs["direction_norm"] ** 2
+    return {
+        "step": training.centres(steps),
+        "curvature": training.thinned(curvature),
+        "variance": training.thinned(batch_size * logs["gradient_noise"]),
+        "step_size": training.thinned(logs["step_size"]),
+        "evaluated": trained["step"],
+        "train_loss": trained["train_loss"],
+    }
+
+
+def _ratio(own: dict[str, Any], after: int, what: str, first: float, last: float):
+    """Median over a phase of the remaining run, against constant steps."""
+    constant = own["runs"][str(own["steps"])]
+    adaptive = own["runs"][str(after)]
+    step, rest = array(adaptive["step"]), own["steps"] - after
+    phase = (step > after + first * rest) & (step <= after + last * rest)
+    a, b = (np.median(array(run[what])[phase], axis=1) for run in (adaptive, constant))
+    return float(np.nanmedian(a) / np.nanmedian(b))
+
+
+def checks(data: dict[str, Any]) -> list[Check]:
+    """Higher soon after every switch, and still at the end."""
+    found = []
+    phases = (("rises", 0.05, 0.4, "soon after"), ("stays", 0.8, 1.0, "at the end"))
+    for name, own in data["workloads"].items():
+        for what, needed in (("curvature", _RISE), ("variance", 1.0)):
+            for word, first, last, when in phases:
+                ratio = {k: _ratio(own, k, what, first, last) for k in own["switches"]}
+                found.append(
+                    Check(
+                        f"{what}-{word} on {name}",
+                        f"{when} the switch the {what} is "
+                        f"{'more than' if needed == 1 else f'at least {needed:g} times'}"
+                        " that of constant steps, whenever the switch is",
+                        ", ".join(
+                            f"{r:.2g} times (switch after {k})"
+                            for k, r in ratio.items()
+                        ),
+                        all(
+                            r >= needed if needed > 1 else r > 1 for r in ratio.values()
+                        ),
+                    )
+                )
+    return found
+
+
+def figure(data: dict[str, Any]):
+    """Curvature, variance, step size and loss, a row a problem."""
+    names = list(data["workloads"])
+    picture, axes = drawing.panels(4, len(names), width=13.5, height=3.0)
+    titles = {
+        "curvature": "curvature along the step",
+        "variance": "gradient variance",
+        "step_size": "step size",
+        "train_loss": "training loss",
+    }
+    for row, name in zip(axes, names, strict=True):
+        own = data["workloads"][name]
+        for k, (after, run) in enumerate(own["runs"].items()):
+            constant = int(after) == own["steps"]
+            color = "#000000" if constant else drawing.PALETTE[k]
+            label = "constant steps" if constant else f"switch after {after}"
+            for axis, what in zip(row, titles, strict=True):
+                x = run["evaluated"] if what == "train_loss" else run["step"]
+                drawing.band(axis, x, run[what], color, label)
+        for axis, (what, title) in zip(row, titles.items(), strict=True):
+            axis.set_yscale("log")
+            axis.set_title(f"{name}: {title}" if what == "curvature" else title)
+            axis.set_xlabel("step")
+        row[-1].legend(fontsize=7.5)
+    return picture

@@ -1,0 +1,188 @@
+"""Training runs of an experiment, on the bench's loop, each a piece of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meka.lab import optimizers, workloads
+from meka.lab.loop import CHUNK, Loop
+from meka.lab.methods import Method
+from meka.lab.reproduce.setting import Setting, array
+from meka.lab.workloads import Workload
+
+Build = Callable[[Workload], Method]
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that determines a training run, as plain values.
+
+    Attributes:
+        label: its name in this experiment.
+        workload: a name of `meka.lab.workloads.WORKLOADS`.
+        optimizer: a name of `meka.lab.optimizers.TABLE`, or what is built instead.
+        steps: how many.
+        seeds: how many, from 0 on.
+        learning_rate: None for the optimizer's default.
+        options: further options of the optimizer.
+        logs: what to keep of every step, beside the loss.
+        evaluations: how often the whole data is looked at, beside the start.
+        augment: whether training images are cropped and flipped, if they usually are.
+    """
+
+    label: str
+    workload: str
+    optimizer: str
+    steps: int
+    seeds: int
+    learning_rate: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    logs: tuple[str, ...] = ("step_size",)
+    evaluations: int = 10
+    augment: bool = True
+
+
+def train(setting: Setting, run: Run, build: Build | None = None) -> dict[str, Any]:
+    """Train, or read what was trained before.
+
+    Returns "step" and the evaluations ("train_loss", "test_accuracy", ...), each as
+    (evaluations, seeds), and under "logs" what was kept, each as (steps, seeds). A run
+    whose seeds all diverged ends there; the rest is null.
+    """
+    settings = dataclasses.asdict(run)
+    return setting.piece(run.label, settings, lambda: _train(setting, run, build))
+
+
+def load(name: str, data_dir: str | None, augment: bool = True) -> Workload:
+    """A workload, loaded once."""
+    return _load(name, data_dir, augment)
+
+
+@functools.lru_cache(maxsize=2)
+def _load(name: str, data_dir: str | None, augment: bool) -> Workload:
+    changes = {} if augment else {"augment": None}
+    return workloads.load(name, data_dir, **changes)
+
+
+def steps_for(setting: Setting, name: str, epochs: float) -> int:
+    """How many steps so many epochs are; the setting's own number of epochs wins."""
+    workload = load(name, setting.data_dir)
+    assert workload.data is not None
+    an_epoch = len(workload.data.train[0]) // workload.batch_size
+    return max(1, round((setting.epochs or epochs) * an_epoch))
+
+
+def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
+    workload = load(run.workload, setting.data_dir, run.augment)
+    method = (build or _builder(run))(workload)
+    loop = Loop(workload, method, seeds=run.seeds)
+    watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
+    ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
+    carry, done, logs = loop.start(), 0, []
+    records = [loop.evaluate(carry)]
+    watcher.evaluated(0, records[0])
+    while done < run.steps:
+        if method.refresh_every and done % method.refresh_every == 0:
+            carry = loop.refresh(carry)
+        length = _until(done, ends, method.refresh_every) - done
+        carry, log = loop.advance(carry, done, length)
+        done += length
+        logs.append({name: log[name] for name in ("loss", *run.logs) if name in log})
+        watcher.step(done, log, 1.0)
+        if done in ends:
+            records.append(loop.evaluate(carry))
+            watcher.evaluated(done, records[-1])
+        if not np.isfinite(log["loss"][-1]).any():
+            watcher.note(f"{run.label}: every seed diverged by step {done}")
+            break
+    return {"step": ends, **_evaluations(records, len(ends)), "logs": _logs(logs, run)}
+
+
+def _builder(run: Run) -> Build:
+    def build(workload: Workload) -> Method:
+        assert workload.data is None or workload.batch_size
+        rows = 0 if workload.data is None else len(workload.data.train[0])
+        return optimizers.make(
+            run.optimizer,
+            workload.losses,
+            steps=run.steps,
+            learning_rate=run.learning_rate,
+            steps_per_epoch=rows // workload.batch_size or None,
+            **run.options,
+        )
+
+    return build
+
+
+def _until(done: int, ends: np.ndarray, refresh: int | None) -> int:
+    """Where the steps after ``done`` pause next."""
+    pause = min(done + CHUNK, int(ends[ends > done][0]))
+    return min(pause, (done // refresh + 1) * refresh) if refresh else pause
+
+
+def _evaluations(
+    records: list[list[dict[str, float]]], count: int
+) -> dict[str, np.ndarray]:
+    found = {}
+    for name in records[0][0]:
+        values = np.full((count, len(records[0])), np.nan)
+        for k, record in enumerate(records):
+            values[k] = [seed[name] for seed in record]
+        found[name] = values
+    return found
+
+
+def _logs(logs: list[dict[str, np.ndarray]], run: Run) -> dict[str, np.ndarray]:
+    found = {}
+    for name in logs[0]:
+        values = np.full((run.steps, run.seeds), np.nan)
+        kept = np.concatenate([log[name] for log in logs])
+        values[: len(kept)] = kept
+        found[name] = values
+    return found
+
+
+def final(trained: dict[str, Any], name: str = "train_loss") -> np.ndarray:
+    """An evaluation of every seed at the end; infinite where it is not a number."""
+    last = array(trained[name])[-1]
+    return np.where(np.isfinite(last), last, np.inf)
+
+
+def thinned(values: Any, points: int = 120) -> np.ndarray:
+    """At most so many rows of (steps, ...), evenly spaced, each the median of a block.
+
+    A median, so that a block with a wild step in it still shows the usual one.
+    """
+    rows = array(values)
+    if len(rows) <= points:
+        return rows
+    edges = np.linspace(0, len(rows), points + 1).astype(int)
+    blocks = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    with np.errstate(all="ignore"):
+        return np.stack([_median(block) for block in blocks])
+
+
+def centres(steps: int, points: int = 120) -> np.ndarray:
+    """The step in the middle of each block of `thinned`, counted from 1."""
+    if steps <= points:
+        return np.arange(1, steps + 1)
+    edges = np.linspace(0, steps, points + 1).astype(int)
+    return (edges[:-1] + edges[1:] + 1) / 2
+
+
+def _median(block: np.ndarray) -> np.ndarray:
+    """Over the rows, leaving out what is not a number; NaN where nothing is left."""
+    finite = np.isfinite(block)
+    with np.errstate(invalid="ignore"):
+        middle = (
+            np.nanmedian(np.where(finite, block, np.nan), axis=0)
+            if (finite.any(axis=0).all())
+            else np.full(block.shape[1:], np.nan)
+        )
+    return middle
