@@ -28,7 +28,7 @@ CHOICES = (
 REASONS: tuple[Reason, ...] = ()
 
 _DRAWN = {"positive": 1.0, "negative": -1.0}
-_VARIANCES = {"value_variance": 0.02, "slope_variance": 0.1, "curvature_variance": 0.4}
+_VARIANCES = {"value_variance": 0.05, "slope_variance": 0.2, "curvature_variance": 4.0}
 _END = 3.0
 
 
@@ -174,7 +174,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
 
 def figure(data: dict[str, Any]):
     """Mean and uncertainty of the change of the loss, and where each rule steps."""
-    picture, axes = drawing.panels(2, height=3.9)
+    picture, axes = drawing.panels(2, height=4.3)
     steps = array(data["steps"])
     colors = {"PI": drawing.RED, "quadratic": drawing.GREEN, "EI": drawing.BLUE}
     for axis, (name, model) in zip(axes[0], data["models"].items(), strict=True):
@@ -184,7 +184,7 @@ def figure(data: dict[str, Any]):
             steps, mean - spread, mean + spread, color="#888888", alpha=0.25,
             label="± one deviation", linewidth=0,
         )  # fmt: skip
-        axis.set_ylim(-2.5, 2.5)
+        axis.set_ylim(-4, 3)
         right = axis.twinx()
         right.plot(
             steps, array(model["probability"]), color=drawing.RED, linestyle="--"
@@ -205,5 +205,5 @@ def figure(data: dict[str, Any]):
         axis.set_title(f"{name.capitalize()} curvature")
         axis.set_xlabel("step size α")
         axis.set_ylabel("change of the loss")
-        axis.legend(loc="lower left" if name == "positive" else "upper left")
+        drawing.below(axis, 3)
     return picture

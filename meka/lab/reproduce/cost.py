@@ -16,12 +16,12 @@ from meka.lab.reproduce.verdict import Check, Reason
 from meka.lab.workloads import Workload
 
 CHOICES = (
-    "One process, batch 128, parameters and state donated. The methods take turns, a few "
-    "steps each, and every turn is divided by SGD's turn of the same round, so that a "
-    "busy machine slows all alike; medians over rounds with their quartiles. Seconds "
-    "are not given. Memory is what the compiler reserves beside arguments and results, "
-    "at several batch sizes; its growth is a least-squares slope in bytes an example. "
-    "A ratio counts as the paper's if it is at most 1.25 times as large."
+    "One process, batch 128, parameters and state donated. The methods take turns, a "
+    "few steps each, and every turn is divided by SGD's turn of the same round, so "
+    "that a busy machine slows all alike; medians over rounds with their quartiles. "
+    "Seconds are not given. Memory is what the compiler reserves beside arguments and "
+    "results, at several batch sizes; its growth is a least-squares slope in bytes an "
+    "example. A ratio counts as the paper's if it is at most 1.25 times as large."
 )
 REASONS = (
     Reason(
@@ -74,7 +74,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def _times(setting: Setting, workload: Workload) -> dict[str, Any]:
-    rounds, steps = setting.pick(smoke=(3, 5), desk=(60, 20), full=(60, 20))
+    rounds, steps = setting.pick(smoke=(3, 5), desk=(40, 20), full=(60, 20))
     count = setting.pick(smoke=3, desk=4, full=4)
     chosen = dict(list(_METHODS.items())[:count])
     turns = {
@@ -202,10 +202,9 @@ def figure(data: dict[str, Any]):
         labels = [label for label in own["time"] if label != "SGD"]
         for k, label in enumerate(labels):
             low, middle, high = np.percentile(array(own["time"][label]), [25, 50, 75])
-            bars.barh(
-                k, middle, 0.38, color=drawing.BLUE,
-                xerr=[[middle - low], [high - middle]], label="here" if k == 0 else None,
-            )  # fmt: skip
+            spread = [[middle - low], [high - middle]]
+            mark = "here" if k == 0 else None
+            bars.barh(k, middle, 0.38, color=drawing.BLUE, xerr=spread, label=mark)
             bars.text(high, k, f" {middle:.2f}", va="center", fontsize=9)
             paper = PAPER.get(name, {}).get(label)
             if paper is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import matplotlib
@@ -36,15 +38,13 @@ STYLE: dict[str, Any] = {
 
 def panels(columns: int, rows: int = 1, width: float = 9.0, height: float = 3.4):
     """A figure and its axes, as an array (rows, columns)."""
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, axes = plt.subplots(
-            rows,
-            columns,
-            figsize=(width, height * rows),
-            layout="constrained",
-            squeeze=False,
-        )
-    return figure, axes
+    return plt.subplots(
+        rows,
+        columns,
+        figsize=(width, height * rows),
+        layout="constrained",
+        squeeze=False,
+    )
 
 
 def band(
@@ -66,9 +66,17 @@ def band(
         axis.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
 
 
-def save(figure: Figure, folder: Any) -> None:
-    """Write figure.png and figure.svg."""
+def below(axis: Axes, columns: int = 2, **options: Any) -> None:
+    """A legend under the panel, where it hides no curve."""
+    axis.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, **options
+    )
+
+
+def save(draw: Callable[[Any], Figure], data: Any, folder: Path) -> None:
+    """Draw, and write figure.png and figure.svg."""
     with plt.rc_context(cast(Any, STYLE)):
-        figure.savefig(folder / "figure.png", dpi=110)
+        figure = draw(data)
+        figure.savefig(folder / "figure.png", dpi=100)
         figure.savefig(folder / "figure.svg", metadata={"Date": None})
     plt.close(figure)

@@ -19,10 +19,10 @@ from meka.lab.reproduce.verdict import Check, Reason
 from meka.lab.workloads import Workload
 
 CHOICES = (
-    "No augmentation, batch 128. The paper does not say which steps Meka took; both its "
-    "fixed step (0.1, the paper's for SGD) and PI steps are shown. `About 5 times` is "
-    "taken to hold from 3 times on: more is not held against it. The factor of a seed "
-    "is the median over the measured steps after the first tenth of the run."
+    "No augmentation, batch 128. The paper does not say which steps Meka took; both "
+    "its fixed step (0.1, the paper's for SGD) and PI steps are shown. `About 5 times` "
+    "is taken to hold from 3 times on: more is not held against it. The factor of a "
+    "seed is the median over the measured steps after the first tenth of the run."
 )
 REASONS = (
     Reason(
@@ -59,7 +59,9 @@ def run(setting: Setting) -> dict[str, Any]:
             found[name][label] = setting.piece(
                 f"{name} {label}",
                 settings,
-                lambda a=(name, optimizer, rate): _measure(setting, *a, **settings),
+                lambda a=(name, optimizer, rate), s=settings: _measure(
+                    setting, *a, **s
+                ),
             )
     return {"workloads": found, "seeds": seeds}
 

@@ -14,7 +14,15 @@ from meka.lab.reproduce.verdict import Check, Reason
 CHOICES = (
     "Meka with PI steps, batch 128, decay rates 0.999 as in the paper. The paper shows "
     "one run a problem; here the figures are over all seeds and the picture has the "
-    "first. `Far below` is taken to mean a tenth."
+    "first. `Far below` is taken to mean a tenth, and `usually` three quarters of the "
+    "steps."
+)
+NOTES = (
+    "Where λ_t is not zero it is above s_t, not below, and so must it be: it is what a "
+    "squared surprise exceeds its expectation c_t by, c_t is more than r_t, and s_t is "
+    "less than r_t. Even if the model were exact, a third of all steps would have a "
+    "positive λ_t, by about c_t/2 on average. So the paper's remark that λ_t is "
+    "significantly smaller than s_t is true of most steps, and not of the mean."
 )
 REASONS: tuple[Reason, ...] = ()
 
@@ -72,20 +80,19 @@ def checks(data: dict[str, Any]) -> list[Check]:
         found += [
             Check(
                 f"goes-to-zero on {name}",
-                "over the last quarter λ_t is zero at most steps, and its mean is below "
-                "a tenth of what it was over the first tenth of the run",
+                "over the last quarter λ_t is zero at most steps, and its mean is "
+                "below a tenth of what it was over the first tenth of the run",
                 f"zero at {1 - number['late_share']:.0%} of the steps; mean "
                 f"{number['late']:.2g}, {fall:.2g} times the early "
                 f"{number['early']:.2g}",
                 number["late_median"] == 0 and fall < 0.1,
             ),
             Check(
-                f"far-below-s on {name}",
-                "λ_t is below a tenth of s_t at most steps, and so is its mean over "
-                "the run",
-                f"below at {number['below']:.0%} of the steps; mean λ over mean s "
-                f"{number['ratio']:.2g}",
-                number["below"] > 0.5 and number["ratio"] < _FAR,
+                f"usually-far-below-s on {name}",
+                "λ_t is zero or below a tenth of s_t at three quarters of the steps",
+                f"at {number['below']:.0%} of them (the mean of λ over the run is "
+                f"{number['ratio']:.2g} times that of s)",
+                number["below"] >= 0.75,
             ),
         ]
     return found
@@ -94,7 +101,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
 def figure(data: dict[str, Any]):
     """Both over the steps of the first seed."""
     names = list(data["workloads"])
-    picture, axes = drawing.panels(len(names), width=4.8 * len(names), height=3.7)
+    picture, axes = drawing.panels(len(names), width=5.4 * len(names), height=4.0)
     for axis, name in zip(axes[0], names, strict=True):
         own = data["workloads"][name]
         step, error = array(own["step"]), array(own["error"])
@@ -117,5 +124,5 @@ def figure(data: dict[str, Any]):
         axis.set_title(name)
         axis.set_xlabel("step")
         axis.set_ylabel("variance of the function value")
-        axis.legend(loc="upper right")
+        drawing.below(axis, 4)
     return picture

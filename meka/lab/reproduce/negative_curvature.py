@@ -127,7 +127,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
 
 def figure(data: dict[str, Any]):
     """The same model without and with the term."""
-    picture, axes = drawing.panels(2, height=3.6)
+    picture, axes = drawing.panels(2, height=4.1)
     steps = array(data["steps"])
     titles = {"without": "Negative curvature", "with": "… with λ‖δ‖⁶ in the variance"}
     for axis, (name, model) in zip(axes[0], data["models"].items(), strict=True):
@@ -155,5 +155,5 @@ def figure(data: dict[str, Any]):
         axis.set_title(titles[name])
         axis.set_xlabel("step size α")
         axis.set_ylabel("change of the loss")
-        axis.legend(loc="lower left")
+        drawing.below(axis, 3)
     return picture

@@ -128,6 +128,7 @@ def _section(
     if unexplained:
         names = html.escape("; ".join(unexplained))
         reasons += f'<div class="reason">Not explained: {names}.</div>'
+    notes = f"<p>{html.escape(experiment.notes)}</p>" if experiment.notes else ""
     asked = record["asked"]
     other = f" Asked for: {html.escape(str(asked))}." if asked else ""
     return (
@@ -137,7 +138,7 @@ def _section(
         f"<blockquote>{html.escape(experiment.claim)}</blockquote>"
         f"{_picture(out / experiment.name / 'figure.png', experiment)}"
         '<div class="scroll"><table><thead><tr><th></th><th>check</th><th>found</th>'
-        f"</tr></thead><tbody>{checks}</tbody></table></div>{reasons}"
+        f"</tr></thead><tbody>{checks}</tbody></table></div>{reasons}{notes}"
         "<details><summary>What the paper leaves open, and what was chosen</summary>"
         f"<p>{html.escape(experiment.choices)}</p></details>"
         f'<p class="small">{record["seconds"]:.0f} s, {record["cpu_seconds"]:.0f} s of '

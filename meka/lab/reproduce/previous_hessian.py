@@ -13,8 +13,8 @@ from meka.lab.reproduce.verdict import Check, Reason
 
 CHOICES = (
     "Meka with the fixed step 0.1 (the paper's for SGD) and with PI steps; batch 128. "
-    "The paper does not say on which examples the previous Hessian is taken; here it is "
-    "on those of the current minibatch, so that the two differ in the place alone. "
+    "The paper does not say on which examples the previous Hessian is taken; here it "
+    "is on those of the current minibatch, so that the two differ in the place alone. "
     "`Better` is a median final training loss that is lower by 5 %; `more stable` is a "
     "smaller innovation of the gradient filter, ‖g − m⁻‖² over what the filter expects "
     "(1 is right), or fewer diverged seeds."
@@ -101,7 +101,8 @@ def checks(data: dict[str, Any]) -> list[Check]:
                     "fewer of its seeds diverge, or as few and the filter is surprised "
                     "less",
                     f"diverged {gone['current']} against {gone['previous']}; "
-                    f"innovation {wrong['current']:.4g} against {wrong['previous']:.4g}",
+                    f"innovation {wrong['current']:.4g} against "
+                    f"{wrong['previous']:.4g}",
                     (gone["current"], wrong["current"])
                     < (gone["previous"], wrong["previous"]),
                 ),

@@ -64,13 +64,17 @@ def _data(
     say(f"running at scale {setting.scale}")
     wall, cpu = time.perf_counter(), time.process_time()
     load = os.getloadavg()[0]
-    data = experiment.run(replace(setting, cache=out / CACHE / experiment.name))
+    spent: list[list[float]] = []  # by calls that were interrupted
+    data = experiment.run(
+        replace(setting, cache=out / CACHE / experiment.name, spent=spent)
+    )
+    before = [sum(seconds) for seconds in zip(*spent, strict=True)] or [0.0, 0.0]
     record = {
         "experiment": experiment.name,
         "scale": setting.scale,
         "asked": setting.overrides(),
-        "seconds": time.perf_counter() - wall,
-        "cpu_seconds": time.process_time() - cpu,
+        "seconds": time.perf_counter() - wall + before[0],
+        "cpu_seconds": time.process_time() - cpu + before[1],
         "load_before": load,
         "environment": _environment(),
         "data": data,
@@ -85,7 +89,7 @@ def _conclude(experiment: Experiment, record: dict[str, Any], out: Path) -> Verd
 
     folder = out / experiment.name
     verdict = experiment.verdict(record["data"], record["scale"])
-    drawing.save(experiment.figure(record["data"]), folder)
+    drawing.save(experiment.figure, record["data"], folder)
     files.write(folder / VERDICT, verdict.to_dict())
     return verdict
 

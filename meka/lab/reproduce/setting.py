@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ class Setting:
         workloads: only these, of those it would train; empty for all.
         data_dir: the folder of the data; None for $MEKA_DATA or the download cache.
         watch: makes a watcher from a title and a number of steps.
+        spent: seconds, and those of the processor, of each piece that was read.
     """
 
     scale: str
@@ -46,6 +48,7 @@ class Setting:
     workloads: tuple[str, ...] = ()
     data_dir: str | None = None
     watch: Callable[[str, int], Watcher] = field(default=_silent, compare=False)
+    spent: list[list[float]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -99,9 +102,13 @@ class Setting:
         name = "".join(c if c.isalnum() or c in "-." else "_" for c in label)
         path = self.cache / f"{name}-{digest}.json"
         if path.exists():
-            return read(path)
+            made = read(path)
+            self.spent.append(made["took"])
+            return made
+        wall, cpu = time.perf_counter(), time.process_time()
         made = plain(make())
-        write(path, made)
+        took = [time.perf_counter() - wall, time.process_time() - cpu]
+        write(path, made | {"took": plain(took)})
         return made
 
 

@@ -6,6 +6,7 @@ Readable without jax. The module of the same name has
     figure(data) -> Figure      in the paper's form
     checks(data) -> list        of `Check`, each of which can fail
     CHOICES                     what the paper leaves open, and what was chosen
+    NOTES                       what else there is to say, if anything
     REASONS                     why a check fails, where that is known
 """
 
@@ -62,6 +63,11 @@ class Experiment:
         """What the paper leaves open, and what was chosen."""
         return cast(str, self._module.CHOICES)
 
+    @property
+    def notes(self) -> str:
+        """What else there is to say, or nothing."""
+        return getattr(self._module, "NOTES", "")
+
 
 _ROWS = (
     Experiment(
@@ -105,8 +111,8 @@ _ROWS = (
     Experiment(
         "cost",
         "Appendix G, both tables",
-        "A Meka step takes 1.0 to 1.6 times as long as an SGD step (table: up to 2.97), "
-        "and the memory of per-example gradients grows with batch size times "
+        "A Meka step takes 1.0 to 1.6 times as long as an SGD step (table: up to "
+        "2.97), and the memory of per-example gradients grows with batch size times "
         "parameters.",
     ),
     Experiment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Run:
         logs: what to keep of every step, beside the loss.
         evaluations: how often the whole data is looked at, beside the start.
         augment: whether training images are cropped and flipped, if they usually are.
+        batch_size: None for the workload's own.
     """
 
     label: str
@@ -46,6 +48,7 @@ class Run:
     logs: tuple[str, ...] = ("step_size",)
     evaluations: int = 10
     augment: bool = True
+    batch_size: int | None = None
 
 
 def train(setting: Setting, run: Run, build: Build | None = None) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def train(setting: Setting, run: Run, build: Build | None = None) -> dict[str, A
     (evaluations, seeds), and under "logs" what was kept, each as (steps, seeds). A run
     whose seeds all diverged ends there; the rest is null.
     """
-    settings = dataclasses.asdict(run)
+    settings = {k: v for k, v in dataclasses.asdict(run).items() if v is not None}
     return setting.piece(run.label, settings, lambda: _train(setting, run, build))
 
 
@@ -81,7 +84,7 @@ def steps_for(setting: Setting, name: str, epochs: float) -> int:
 def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
     workload = load(run.workload, setting.data_dir, run.augment)
     method = (build or _builder(run))(workload)
-    loop = Loop(workload, method, seeds=run.seeds)
+    loop = Loop(workload, method, seeds=run.seeds, batch_size=run.batch_size)
     watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
     ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
     carry, done, logs = loop.start(), 0, []
@@ -163,9 +166,8 @@ def thinned(values: Any, points: int = 120) -> np.ndarray:
     if len(rows) <= points:
         return rows
     edges = np.linspace(0, len(rows), points + 1).astype(int)
-    blocks = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    with np.errstate(all="ignore"):
-        return np.stack([_median(block) for block in blocks])
+    blocks = [rows[a:b] for a, b in itertools.pairwise(edges)]
+    return np.stack([_median(block) for block in blocks])
 
 
 def centres(steps: int, points: int = 120) -> np.ndarray:
@@ -178,11 +180,7 @@ def centres(steps: int, points: int = 120) -> np.ndarray:
 
 def _median(block: np.ndarray) -> np.ndarray:
     """Over the rows, leaving out what is not a number; NaN where nothing is left."""
-    finite = np.isfinite(block)
-    with np.errstate(invalid="ignore"):
-        middle = (
-            np.nanmedian(np.where(finite, block, np.nan), axis=0)
-            if (finite.any(axis=0).all())
-            else np.full(block.shape[1:], np.nan)
-        )
-    return middle
+    ranked = np.sort(np.where(np.isfinite(block), block, np.nan), axis=0)  # NaN last
+    count = np.isfinite(ranked).sum(axis=0)
+    middle = np.maximum(count - 1, 0) // 2
+    return np.take_along_axis(ranked, middle[None], axis=0)[0]
