@@ -35,7 +35,7 @@ _END = 3.0
 def run(setting: Setting) -> dict[str, Any]:
     """Evaluate the drawn models, and count over random ones."""
     count = setting.pick(smoke=200, desk=5000, full=20000)
-    steps = np.linspace(0, _END, 151)
+    steps = jnp.linspace(0, _END, 151)
     data: dict[str, Any] = {"steps": steps, "models": {}}
     for name, curvature in _DRAWN.items():
         model = _model(1.0, curvature, **_VARIANCES)
@@ -54,25 +54,26 @@ def _model(slope: Any, curvature: Any, **variances: Any) -> meka.ImprovementMode
     )
 
 
-def _curves(model: meka.ImprovementModel, steps: np.ndarray) -> dict[str, Any]:
-    at = jnp.asarray(steps, jnp.float32)
+@jax.jit
+def _curves(model: meka.ImprovementModel, steps: jax.Array) -> dict[str, Any]:
     return {
-        "mean": model.mean(at),
-        "deviation": model.deviation(at),
-        "probability": model.probability(at),
-        "expected_improvement": model.expected_improvement(at),
+        "mean": model.mean(steps),
+        "deviation": model.deviation(steps),
+        "probability": model.probability(steps),
+        "expected_improvement": model.expected_improvement(steps),
     }
 
 
+@jax.jit
 def _choices(model: meka.ImprovementModel) -> dict[str, Any]:
     """The steps of the rules, as printed (brute force) and as in the library."""
     far = jnp.geomspace(1e-4, 1e4, 40001, dtype=jnp.float32)
-    expectation = np.asarray(model.expected_improvement(far))
-    probability = np.asarray(model.probability(far))
+    expectation = model.expected_improvement(far)
+    probability = model.probability(far)
     return {
         "printed": {
-            "PI": far[int(probability.argmax())],
-            "EI": far[int(expectation.argmax())],
+            "PI": far[jnp.argmax(probability)],
+            "EI": far[jnp.argmax(expectation)],
             "quadratic": model.slope / model.curvature,
         },
         "library": {

@@ -132,5 +132,5 @@ def figure(data: dict[str, Any]):
             if column == 0:
                 loss.set_ylabel("training loss")
                 accuracy.set_ylabel("test accuracy")
-            loss.legend(ncols=3)
+    drawing.once(picture, axes[0, 0])
     return picture

@@ -43,7 +43,7 @@ def run(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in setting.select(names):
         epochs = setting.pick(
-            smoke=3, desk={"digits": 90, "mnist": 2}.get(name, 2), full=8
+            smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=8
         )
         steps = training.steps_for(setting, name, epochs)
         switches = [round(share * steps) for share in shares]
@@ -131,7 +131,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
 def figure(data: dict[str, Any]):
     """Curvature, variance, step size and loss, a row a problem."""
     names = list(data["workloads"])
-    picture, axes = drawing.panels(4, len(names), width=13.5, height=3.0)
+    picture, axes = drawing.panels(4, len(names), width=14.0, height=2.7)
     titles = {
         "curvature": "curvature along the step",
         "variance": "gradient variance",
@@ -151,5 +151,5 @@ def figure(data: dict[str, Any]):
             axis.set_yscale("log")
             axis.set_title(f"{name}: {title}" if what == "curvature" else title)
             axis.set_xlabel("step")
-        row[-1].legend(fontsize=7.5)
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return picture

@@ -73,6 +73,12 @@ def below(axis: Axes, columns: int = 2, **options: Any) -> None:
     )
 
 
+def once(figure: Figure, axis: Axes) -> None:
+    """One legend for all panels, above them, of what one of them shows."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+
+
 def save(draw: Callable[[Any], Figure], data: Any, folder: Path) -> None:
     """Draw, and write figure.png and figure.svg."""
     with plt.rc_context(cast(Any, STYLE)):

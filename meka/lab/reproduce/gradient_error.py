@@ -50,7 +50,7 @@ def run(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in setting.select(names):
         epochs = setting.pick(
-            smoke=3, desk={"digits": 90, "mnist": 2}.get(name, 2), full=10
+            smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=10
         )
         steps = training.steps_for(setting, name, epochs)
         found[name] = {}
@@ -182,5 +182,5 @@ def figure(data: dict[str, Any]):
         axis.set_title(f"{name}, {label}: {factor:.1f} times closer")
         axis.set_xlabel("step")
         axis.set_ylabel("L₂ distance")
-        axis.legend(loc="best")
+    drawing.once(picture, axes.flat[0])
     return picture

@@ -132,5 +132,5 @@ def figure(data: dict[str, Any]):
         axis.set_title(f"{name}, {label}")
         axis.set_xlabel("step")
         axis.set_ylabel("training loss")
-        axis.legend()
+    drawing.once(picture, axes.flat[0])
     return picture

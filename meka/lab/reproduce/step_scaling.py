@@ -43,7 +43,7 @@ def run(setting: Setting) -> dict[str, Any]:
             for c in scales:
                 run = Run(
                     f"{rule} c={c:g}", name, _RULES[rule], steps, seeds,
-                    options={"scale": c}, evaluations=5,
+                    options={} if c == 1 else {"scale": c}, evaluations=5,
                 )  # fmt: skip
                 trained = training.train(setting, run)
                 found[name][rule][f"{c:g}"] = {
@@ -107,10 +107,10 @@ def figure(data: dict[str, Any]):
             axis.set_yscale("log")
             axis.set_title(f"{name}: {rule}")
             axis.set_xlabel("step")
-            axis.legend(ncols=2)
         low = min(axis.get_ylim()[0] for axis in row)
         high = max(axis.get_ylim()[1] for axis in row)
         for axis in row:
             axis.set_ylim(low, min(high, 30))
         row[0].set_ylabel("training loss")
+    drawing.once(picture, axes[0, 0])
     return picture

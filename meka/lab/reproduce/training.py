@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,9 +83,12 @@ def steps_for(setting: Setting, name: str, epochs: float) -> int:
 
 
 def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
-    workload = load(run.workload, setting.data_dir, run.augment)
-    method = (build or _builder(run))(workload)
-    loop = Loop(workload, method, seeds=run.seeds, batch_size=run.batch_size)
+    if build is None:
+        key = json.dumps([dataclasses.asdict(run), setting.data_dir])
+        loop = _loop(_without_names(key))
+    else:
+        loop = _make(run, setting.data_dir, build)
+    method = loop.method
     watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
     ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
     carry, done, logs = loop.start(), 0, []
@@ -107,9 +111,21 @@ def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
     return {"step": ends, **_evaluations(records, len(ends)), "logs": _logs(logs, run)}
 
 
-def _builder(run: Run) -> Build:
+def _without_names(key: str) -> str:
+    """What a loop depends on: not how a run is called, nor what is kept of it."""
+    run, data_dir = json.loads(key)
+    for name in ("label", "logs", "evaluations"):
+        run.pop(name)
+    return json.dumps([run, data_dir], sort_keys=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _loop(key: str) -> Loop:
+    """A loop, compiled once for all experiments that ask for the same."""
+    values, data_dir = json.loads(key)
+    run = Run(label="", **values)
+
     def build(workload: Workload) -> Method:
-        assert workload.data is None or workload.batch_size
         rows = 0 if workload.data is None else len(workload.data.train[0])
         return optimizers.make(
             run.optimizer,
@@ -120,7 +136,12 @@ def _builder(run: Run) -> Build:
             **run.options,
         )
 
-    return build
+    return _make(run, data_dir, build)
+
+
+def _make(run: Run, data_dir: str | None, build: Build) -> Loop:
+    workload = load(run.workload, data_dir, run.augment)
+    return Loop(workload, build(workload), seeds=run.seeds, batch_size=run.batch_size)
 
 
 def _until(done: int, ends: np.ndarray, refresh: int | None) -> int:
