@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import meka
-from meka.lab import methods
-from meka.lab.methods import Method
+from meka.improvement import Rule
 from meka.lab.reproduce import drawing, training
 from meka.lab.reproduce.setting import Setting, array
 from meka.lab.reproduce.training import Run
 from meka.lab.reproduce.verdict import Check, Reason
-from meka.lab.workloads import Workload
 
 CHOICES = (
     "Meka with constant steps of 0.1 (the paper's for SGD) until the switch, PI from "
@@ -43,18 +42,18 @@ def run(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in setting.select(names):
         epochs = setting.pick(
-            smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=8
+            smoke=2, desk={"digits": 90, "mnist": 1}.get(name, 1), full=8
         )
         steps = training.steps_for(setting, name, epochs)
         switches = [round(share * steps) for share in shares]
         found[name] = {"steps": steps, "switches": switches, "runs": {}}
         for after in (*switches, steps):
             run = Run(
-                f"switch after {after}", name, "meka", steps, seeds, _RATE,
-                {"switch": after}, logs=_LOGS, evaluations=5,
+                f"switch after {after}", name, "switching meka", steps, seeds, _RATE,
+                logs=_LOGS, evaluations=5, knob=after,
             )  # fmt: skip
             trained = training.train(
-                setting, run, lambda w, after=after: _switching(w, after)
+                setting, run, lambda w: training.turned(w, _switching)
             )
             found[name]["runs"][str(after)] = _summary(
                 trained, training.load(name, setting.data_dir).batch_size
@@ -62,19 +61,14 @@ def run(setting: Setting) -> dict[str, Any]:
     return {"workloads": found, "seeds": seeds}
 
 
-def _switching(workload: Workload, after: int) -> Method:
-    rule = meka.switch(meka.constant(_RATE), meka.probability_of_improvement, after)
-    optimizer = meka.meka(rule=rule)
-    stepper = meka.make_step(workload.losses, optimizer)
-    plan = methods.Plan(1, None, "constant")
-    usual = methods.ours("meka", "probability_of_improvement", workload.losses, plan)
+def _switching(after: jax.Array) -> Rule:
+    """As `meka.switch`, with a time that need not be known when it is compiled."""
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        params, state, info = stepper(params, state, batch)
-        logs = {name: getattr(info, name) for name in _LOGS}
-        return params, state, {"loss": info.observed, **logs}
+    def rule(model: meka.ImprovementModel) -> jax.Array:
+        best = meka.probability_of_improvement(model)
+        return jnp.where(model.step < after, jnp.asarray(_RATE, best.dtype), best)
 
-    return replace(usual, init=optimizer.init, step=step)
+    return rule
 
 
 def _summary(trained: dict[str, Any], batch_size: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ _PAGE = """<!doctype html>
 <p>Each experiment of <em>Self-Tuning Stochastic Optimization with Curvature-Aware
 Gradient Filtering</em> (Chen, Choi, Balles, Duvenaud, Hennig, 2020), run here at scale
 <strong>{scale}</strong>. A claim holds if all of its checks do; the checks are computed
-from the data, with the tolerances they state.</p>
+from the data, with the tolerances they state.{caution}</p>
 <p><strong>{count}</strong></p>
 <div class="scroll"><table><thead><tr><th>experiment</th><th>paper</th><th>verdict</th>
 <th>checks</th></tr></thead><tbody>{overview}</tbody></table></div>
@@ -60,6 +60,12 @@ from the data, with the tolerances they state.</p>
 <section class="small"><p>Made by <code>{command}</code></p>{made}</section>
 </body></html>
 """
+
+
+_SMOKE = (
+    " <strong>This scale only shows that all runs: it is too short for its verdicts to "
+    "mean anything.</strong>"
+)
 
 
 def write(out: Path, command: str) -> Path:
@@ -74,6 +80,7 @@ def write(out: Path, command: str) -> Path:
     text = _PAGE.format(
         style=_STYLE,
         scale=html.escape(", ".join(scales)),
+        caution=_SMOKE if "smoke" in scales else "",
         count=f"{held} of {len(found)} claims hold.",
         overview="".join(_row(*each) for each in found),
         sections="".join(_section(out, *each) for each in found),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
+import meka
+from meka.improvement import Rule
 from meka.lab.reproduce import drawing, training
 from meka.lab.reproduce.setting import Setting, array
 from meka.lab.reproduce.training import Run
@@ -18,7 +21,11 @@ CHOICES = (
 )
 REASONS: tuple[Reason, ...] = ()
 
-_RULES = {"PI": "meka", "quadratic": "meka-quadratic", "EI": "meka-ei"}
+_RULES = {
+    "PI": meka.probability_of_improvement,
+    "quadratic": meka.quadratic,
+    "EI": meka.expected_improvement,
+}
 _TOLERANCE = 1.1
 
 
@@ -42,10 +49,10 @@ def run(setting: Setting) -> dict[str, Any]:
         for rule in rules:
             for c in scales:
                 run = Run(
-                    f"{rule} c={c:g}", name, _RULES[rule], steps, seeds,
-                    options={} if c == 1 else {"scale": c}, evaluations=5,
+                    f"{rule} c={c:g}", name, f"scaled {rule}", steps, seeds,
+                    evaluations=5, knob=c,
                 )  # fmt: skip
-                trained = training.train(setting, run)
+                trained = training.train(setting, run, _builder(rule))
                 found[name][rule][f"{c:g}"] = {
                     "step": trained["step"],
                     "train_loss": trained["train_loss"],
@@ -53,6 +60,13 @@ def run(setting: Setting) -> dict[str, Any]:
                     "step_size": training.thinned(trained["logs"]["step_size"], 40),
                 }
     return {"workloads": found, "seeds": seeds}
+
+
+def _builder(rule: str) -> training.Build:
+    def scaled(c: jax.Array) -> Rule:
+        return meka.scaled(_RULES[rule], c)
+
+    return lambda workload: training.turned(workload, scaled)
 
 
 def _ends(runs: dict[str, Any]) -> dict[float, float]:

@@ -6,12 +6,17 @@ import dataclasses
 import functools
 import itertools
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import meka
+from meka.improvement import Rule
 from meka.lab import optimizers, workloads
 from meka.lab.loop import CHUNK, Loop
 from meka.lab.methods import Method
@@ -37,6 +42,7 @@ class Run:
         evaluations: how often the whole data is looked at, beside the start.
         augment: whether training images are cropped and flipped, if they usually are.
         batch_size: None for the workload's own.
+        knob: the number of a method made by `turned`.
     """
 
     label: str
@@ -50,6 +56,7 @@ class Run:
     evaluations: int = 10
     augment: bool = True
     batch_size: int | None = None
+    knob: float | None = None
 
 
 def train(setting: Setting, run: Run, build: Build | None = None) -> dict[str, Any]:
@@ -83,15 +90,14 @@ def steps_for(setting: Setting, name: str, epochs: float) -> int:
 
 
 def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
-    if build is None:
-        key = json.dumps([dataclasses.asdict(run), setting.data_dir])
-        loop = _loop(_without_names(key))
-    else:
-        loop = _make(run, setting.data_dir, build)
+    loop = _loop(run, setting.data_dir, build or _from_table(run))
     method = loop.method
     watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
     ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
     carry, done, logs = loop.start(), 0, []
+    if run.knob is not None:
+        value = jnp.full_like(carry.state.value, run.knob)
+        carry = carry._replace(state=carry.state._replace(value=value))
     records = [loop.evaluate(carry)]
     watcher.evaluated(0, records[0])
     while done < run.steps:
@@ -111,20 +117,7 @@ def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
     return {"step": ends, **_evaluations(records, len(ends)), "logs": _logs(logs, run)}
 
 
-def _without_names(key: str) -> str:
-    """What a loop depends on: not how a run is called, nor what is kept of it."""
-    run, data_dir = json.loads(key)
-    for name in ("label", "logs", "evaluations"):
-        run.pop(name)
-    return json.dumps([run, data_dir], sort_keys=True)
-
-
-@functools.lru_cache(maxsize=4)
-def _loop(key: str) -> Loop:
-    """A loop, compiled once for all experiments that ask for the same."""
-    values, data_dir = json.loads(key)
-    run = Run(label="", **values)
-
+def _from_table(run: Run) -> Build:
     def build(workload: Workload) -> Method:
         rows = 0 if workload.data is None else len(workload.data.train[0])
         return optimizers.make(
@@ -136,12 +129,57 @@ def _loop(key: str) -> Loop:
             **run.options,
         )
 
-    return _make(run, data_dir, build)
+    return build
 
 
-def _make(run: Run, data_dir: str | None, build: Build) -> Loop:
-    workload = load(run.workload, data_dir, run.augment)
-    return Loop(workload, build(workload), seeds=run.seeds, batch_size=run.batch_size)
+_LOOPS: OrderedDict[str, Loop] = OrderedDict()  # compiled, and likely asked for again
+_KEPT = 4
+
+
+def _loop(run: Run, data_dir: str | None, build: Build) -> Loop:
+    """The loop of a run; the same for runs that differ in what compiles nothing."""
+    unlike = {"label": "", "logs": (), "evaluations": 1, "knob": None}
+    same = dataclasses.asdict(dataclasses.replace(run, **unlike))
+    key = json.dumps([same, data_dir], sort_keys=True)
+    if key not in _LOOPS:
+        workload = load(run.workload, data_dir, run.augment)
+        _LOOPS[key] = Loop(
+            workload, build(workload), seeds=run.seeds, batch_size=run.batch_size
+        )
+    _LOOPS.move_to_end(key)
+    if len(_LOOPS) > _KEPT:
+        _LOOPS.popitem(last=False)
+    return _LOOPS[key]
+
+
+class Turned(NamedTuple):
+    """State of a method with a knob."""
+
+    value: jax.Array
+    inner: Any
+
+
+def turned(workload: Workload, rule: Callable[[jax.Array], Rule]) -> Method:
+    """Meka with a rule that depends on a number, compiled once for all numbers.
+
+    The number is part of the state; `Run.knob` sets it.
+    """
+
+    def parts(value: Any) -> tuple[Any, Any]:
+        optimizer = meka.meka(rule=rule(value))
+        return optimizer, meka.make_step(workload.losses, optimizer)
+
+    def init(params: Any) -> Turned:
+        value = jnp.zeros((), jnp.float32)
+        return Turned(value, parts(value)[0].init(params))
+
+    def step(params: Any, state: Turned, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        params, inner, info = parts(state.value)[1](params, state.inner, batch)
+        names = ("step_size", "curvature", "direction_norm", "gradient_noise")
+        logs = {name: getattr(info, name) for name in names}
+        return params, Turned(state.value, inner), {"loss": info.observed, **logs}
+
+    return Method(init, step, lambda params, state: params)
 
 
 def _until(done: int, ends: np.ndarray, refresh: int | None) -> int:
