@@ -53,6 +53,7 @@ _PAGE = """<!doctype html>
 Gradient Filtering</em> (Chen, Choi, Balles, Duvenaud, Hennig, 2020), run here at scale
 <strong>{scale}</strong>. A claim holds if all of its checks do; the checks are computed
 from the data, with the tolerances they state.{caution}</p>
+<details><summary>The same for all experiments</summary><p>{common}</p></details>
 <p><strong>{count}</strong></p>
 <div class="scroll"><table><thead><tr><th>experiment</th><th>paper</th><th>verdict</th>
 <th>checks</th></tr></thead><tbody>{overview}</tbody></table></div>
@@ -61,6 +62,19 @@ from the data, with the tolerances they state.{caution}</p>
 </body></html>
 """
 
+
+_COMMON = (
+    "The paper gives neither batch size, initialisation nor length. Here the batch is "
+    "128 unless it says otherwise, for all optimizers. The MLP has one hidden layer of "
+    "100 units, Glorot-uniform weights and zero biases (784-100-10 on MNIST, 64-100-10 "
+    "on the 8×8 digits); 3c3d has Glorot weights as in DeepOBS, ResNet-32 He-normal "
+    "ones and group normalisation. CIFAR-10 is cropped and flipped unless it says "
+    "otherwise. There is no weight decay and no schedule. Meka is the library's with "
+    "its defaults: noise from two groups of examples in the place of single ones, "
+    "decay rates 0.999 with bias correction, curvature probed along the new direction "
+    "on the same minibatch, no third-order term. Lines are medians over seeds, bands "
+    "the 5th to 95th percentile. Lengths and seeds are given with each experiment."
+)
 
 _SMOKE = (
     " <strong>This scale only shows that all runs: it is too short for its verdicts to "
@@ -81,6 +95,7 @@ def write(out: Path, command: str) -> Path:
         style=_STYLE,
         scale=html.escape(", ".join(scales)),
         caution=_SMOKE if "smoke" in scales else "",
+        common=html.escape(_COMMON),
         count=f"{held} of {len(found)} claims hold.",
         overview="".join(_row(*each) for each in found),
         sections="".join(_section(out, *each) for each in found),
@@ -136,6 +151,7 @@ def _section(
         names = html.escape("; ".join(unexplained))
         reasons += f'<div class="reason">Not explained: {names}.</div>'
     notes = f"<p>{html.escape(experiment.notes)}</p>" if experiment.notes else ""
+    length = _length(record["data"])
     asked = record["asked"]
     other = f" Asked for: {html.escape(str(asked))}." if asked else ""
     return (
@@ -148,10 +164,37 @@ def _section(
         f"</tr></thead><tbody>{checks}</tbody></table></div>{reasons}{notes}"
         "<details><summary>What the paper leaves open, and what was chosen</summary>"
         f"<p>{html.escape(experiment.choices)}</p></details>"
-        f'<p class="small">{record["seconds"]:.0f} s, {record["cpu_seconds"]:.0f} s of '
-        f"processor time; load of the machine when it began: "
-        f"{record['load_before']:.1f}.{other}</p></section>"
+        f'<p class="small">{length}{_effort(record)}.{other}</p></section>'
     )
+
+
+def _effort(record: dict[str, Any]) -> str:
+    return (
+        f"{record['seconds']:.0f} s, {record['cpu_seconds']:.0f} s of processor time; "
+        f"load of the machine when it began: {record['load_before']:.1f}"
+    )
+
+
+def _length(data: dict[str, Any]) -> str:
+    """How long and from how many seeds it was trained, if it was."""
+    parts = [
+        f"{name} {max(steps)} steps"
+        for name, own in data.get("workloads", {}).items()
+        if (steps := _last_steps(own))
+    ]
+    seeds = data.get("seeds")
+    parts += [f"{seeds} seed{'s' if seeds > 1 else ''}"] if seeds else []
+    return html.escape(", ".join(parts)) + ("; " if parts else "")
+
+
+def _last_steps(value: Any) -> list[int]:
+    """The last of every list of steps, however deep."""
+    if not isinstance(value, dict):
+        return []
+    found = [int(x[-1]) for key, x in value.items() if key == "step" and x]
+    for each in value.values():
+        found += _last_steps(each)
+    return found
 
 
 def _picture(path: Path, experiment: Experiment) -> str:
