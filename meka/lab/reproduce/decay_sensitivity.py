@@ -19,6 +19,11 @@ CHOICES = (
     "the one at 0.999, or within the range of its seeds, and a test accuracy within "
     "half a point."
 )
+NOTES = (
+    "An average with decay 0.999 forgets within about a thousand steps. In a run that is "
+    "shorter it is, being bias-corrected, nearly the plain mean of all steps so far, so "
+    "such a run compares windows of 10, 100 and all steps."
+)
 REASONS: tuple[Reason, ...] = ()
 
 _DECAYS = (0.9, 0.99, 0.999)
