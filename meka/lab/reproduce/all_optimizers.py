@@ -108,8 +108,8 @@ def checks(data: dict[str, Any]) -> list[Check]:
                     f"{rival} on {name}",
                     f"{ours} ends at or below 1.25 times the tuned {rival}'s training "
                     "loss (medians)",
-                    f"{middle[ours]:.3g} against {middle[rival]:.3g} (5–95 %: {low:.3g} "
-                    f"to {high:.3g}) at {curves[rival]['rate']:g}",
+                    f"{middle[ours]:.3g} against {middle[rival]:.3g} (5–95 %: "
+                    f"{low:.3g} to {high:.3g}) at {curves[rival]['rate']:g}",
                     middle[ours] <= _SLACK * middle[rival],
                 )
             )

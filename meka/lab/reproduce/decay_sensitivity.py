@@ -20,9 +20,9 @@ CHOICES = (
     "half a point."
 )
 NOTES = (
-    "An average with decay 0.999 forgets within about a thousand steps. In a run that is "
-    "shorter it is, being bias-corrected, nearly the plain mean of all steps so far, so "
-    "such a run compares windows of 10, 100 and all steps."
+    "An average with decay 0.999 forgets within about a thousand steps. In a run that "
+    "is shorter it is, being bias-corrected, nearly the plain mean of all steps so "
+    "far, so such a run compares windows of 10, 100 and all steps."
 )
 REASONS: tuple[Reason, ...] = ()
 
