@@ -91,9 +91,11 @@ def save(draw: Callable[[Any], Figure], data: Any, folder: Path) -> None:
 
 
 def _save_small(figure: Figure, path: Path) -> None:
-    """A PNG of a few dozen colours: a third of the size, and looks the same."""
+    """A PNG of 256 colours: half the size, and looks the same."""
     content = io.BytesIO()
     figure.savefig(content, dpi=110)
     picture = Image.open(content).convert("RGB")
-    few = picture.quantize(96, dither=Image.Dither.NONE)
+    few = picture.quantize(
+        256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
     few.save(path, optimize=True)
