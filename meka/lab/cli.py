@@ -344,6 +344,57 @@ class Watch:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Run the paper's experiments and say, with figures, whether each claim holds."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names from `meka reproduce --list`, or `all`."""
+    scale: Literal["smoke", "desk", "full"] = "desk"
+    """Seconds each, two cores (digits and MNIST), or the paper's own on a GPU."""
+    out: Path | None = None
+    """The folder for data, figures, verdicts and page; by default meka-reproduce-SCALE.
+
+    What it holds already is not run again.
+    """
+    list: bool = False
+    """Say what there is, and what each claims."""
+    seeds: int | None = None
+    """In the place of each experiment's own number of seeds."""
+    epochs: float | None = None
+    """In the place of each experiment's own length."""
+    workloads: tuple[str, ...] = ()
+    """Only these of the workloads an experiment trains."""
+    data_dir: Path | None = None
+
+    def run(self, console: Console) -> int:
+        """Reproduce."""
+        from meka.lab.reproduce import table
+
+        if self.list:
+            for row in table.TABLE.values():
+                console.print(f"{row.name} ({row.paper})", markup=False)
+                console.print(f"    {row.claim}", markup=False, highlight=False)
+            return 0
+        table.chosen(self.names)  # refuses what it can before jax is loaded
+        from meka.lab import progress
+        from meka.lab.reproduce import command
+
+        with progress.display(console) as display:
+            return command.reproduce(
+                self.names,
+                scale=self.scale,
+                out=self.out or Path(f"meka-reproduce-{self.scale}"),
+                seeds=self.seeds,
+                epochs=self.epochs,
+                workloads=self.workloads,
+                data_dir=self.data_dir,
+                command="meka " + shlex.join(sys.argv[1:]),
+                watch=display.watcher,
+                say=lambda text: console.print(text, markup=False, highlight=False),
+            )
+
+
+@dataclass(frozen=True)
 class Data:
     """Download the data sets, or check the files that are there."""
 
@@ -409,6 +460,7 @@ _Command = (
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Watch, tyro.conf.subcommand("watch")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Optimizers, tyro.conf.subcommand("optimizers")]
     | Annotated[Workloads, tyro.conf.subcommand("workloads")]

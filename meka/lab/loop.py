@@ -215,12 +215,12 @@ class Loop:
     def _over_seeds(self) -> Callable:
         """A step of all seeds: at once where that is fast and fits, else in turn."""
         seeds, workload = len(self.seeds), self.workload
-        # Mapped convolutions become grouped ones, several times slower.
-        if seeds == 1 or not workload.scan:
+        if seeds == 1 or not self._scan:
             return _one_by_one(self._one, seeds)
         shapes = jax.eval_shape(workload.init, self._keys[0])
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-        if seeds * size * _COPIES <= _TOGETHER:
+        # Mapped convolutions become grouped ones, several times slower.
+        if workload.scan and seeds * size * _COPIES <= _TOGETHER:
             return jax.vmap(self._one, (0, None, 0, 0, None))
 
         def in_turn(carry: Carry, data, indices, keys, number):

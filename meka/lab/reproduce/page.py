@@ -1,0 +1,222 @@
+"""One page for all that was reproduced: the paper's claim, our figure, the verdict."""
+
+from __future__ import annotations
+
+import base64
+import html
+from pathlib import Path
+from typing import Any
+
+from meka.lab.checkpoint import replace_file
+from meka.lab.reproduce import setting as files
+from meka.lab.reproduce.table import TABLE, Experiment
+from meka.lab.reproduce.verdict import Verdict, from_dict
+
+_STYLE = """
+:root { color-scheme: light dark; --ok: #1a7f37; --no: #c0362c; --line: #8884;
+  --soft: #8881; --link: #0b62b8; }
+@media (prefers-color-scheme: dark) { :root { --ok: #4cc26a; --no: #ff7b72;
+  --link: #79b8ff; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 0 auto;
+  padding: 1rem; overflow-wrap: break-word; }
+a { color: var(--link); }
+h1 { line-height: 1.2; } h2 { margin: 0; font-size: 1.25rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .95rem; }
+th, td { padding: .35rem .6rem; text-align: left; vertical-align: top;
+  border-bottom: 1px solid var(--line); }
+section { border-top: 2px solid var(--line); padding-top: 1.2rem; margin-top: 2rem; }
+.paper { opacity: .75; margin: .1rem 0 .8rem; }
+blockquote { margin: 0 0 1rem; padding: .5rem .9rem; background: var(--soft);
+  border-left: 4px solid var(--line); }
+.holds { color: var(--ok); font-weight: 700; white-space: nowrap; }
+.fails { color: var(--no); font-weight: 700; white-space: nowrap; }
+figure { margin: 1rem 0; }
+img { display: block; width: 100%; height: auto; background: white;
+  border-radius: 6px; }
+figure a { display: block; overflow-x: auto; }
+.reason { border-left: 4px solid var(--no); padding: .3rem .9rem; margin: .8rem 0; }
+.small { font-size: .88rem; opacity: .8; }
+summary { cursor: pointer; }
+@media (max-width: 40rem) { figure img { width: auto; max-width: none;
+  height: 17rem; } figure.tall img { height: 30rem; } }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>The paper, reproduced</title>
+<style>{style}</style></head><body>
+<h1>The paper, reproduced</h1>
+<p>Each experiment of <em>Self-Tuning Stochastic Optimization with Curvature-Aware
+Gradient Filtering</em> (Chen, Choi, Balles, Duvenaud, Hennig, 2020), run here at scale
+<strong>{scale}</strong>. A claim holds if all of its checks do; the checks are computed
+from the data, with the tolerances they state.{caution}</p>
+<details><summary>The same for all experiments</summary><p>{common}</p></details>
+<p><strong>{count}</strong></p>
+<div class="scroll"><table><thead><tr><th>experiment</th><th>paper</th><th>verdict</th>
+<th>checks</th></tr></thead><tbody>{overview}</tbody></table></div>
+{sections}
+<section class="small"><p>Made by <code>{command}</code></p>{made}</section>
+</body></html>
+"""
+
+
+_COMMON = (
+    "The paper gives neither batch size, initialisation nor length. Here the batch is "
+    "128 unless it says otherwise, for all optimizers. The MLP has one hidden layer of "
+    "100 units, Glorot-uniform weights and zero biases (784-100-10 on MNIST, 64-100-10 "
+    "on the 8×8 digits); 3c3d has Glorot weights as in DeepOBS, ResNet-32 He-normal "
+    "ones and group normalisation. CIFAR-10 is cropped and flipped unless it says "
+    "otherwise. There is no weight decay and no schedule. Meka is the library's with "
+    "its defaults: noise from two groups of examples in the place of single ones, "
+    "decay rates 0.999 with bias correction, curvature probed along the new direction "
+    "on the same minibatch, no third-order term. Lines are medians over seeds, bands "
+    "the 5th to 95th percentile. Lengths and seeds are given with each experiment."
+)
+
+_SMOKE = (
+    " <strong>This scale only shows that all runs: it is too short for its verdicts to "
+    "mean anything.</strong>"
+)
+
+
+def write(out: Path, command: str) -> Path:
+    """Write index.html from all experiments whose verdict is in the folder."""
+    found = [
+        (experiment, *_read(out / experiment.name))
+        for experiment in TABLE.values()
+        if (out / experiment.name / "verdict.json").exists()
+    ]
+    held = sum(verdict.holds for _, _, verdict in found)
+    scales = dict.fromkeys(record["scale"] for _, record, _ in found)
+    text = _PAGE.format(
+        style=_STYLE,
+        scale=html.escape(", ".join(scales)),
+        caution=_SMOKE if "smoke" in scales else "",
+        common=html.escape(_COMMON),
+        count=f"{held} of {len(found)} claims hold.",
+        overview="".join(_row(*each) for each in found),
+        sections="".join(_section(out, *each) for each in found),
+        command=html.escape(command),
+        made=_made([record for _, record, _ in found]),
+    )
+    path = out / "index.html"
+    replace_file(path, text.encode())
+    return path
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Verdict]:
+    record = files.read(folder / "data.json")
+    return record, from_dict(files.read(folder / "verdict.json"))
+
+
+def _word(holds: bool, yes: str = "holds", no: str = "does not hold") -> str:
+    kind, word = ("holds", yes) if holds else ("fails", no)
+    return f'<span class="{kind}">{word}</span>'
+
+
+def _row(experiment: Experiment, record: dict[str, Any], verdict: Verdict) -> str:
+    passed = sum(check.holds for check in verdict.checks)
+    return (
+        f'<tr><td><a href="#{experiment.name}">{experiment.name}</a></td>'
+        f"<td>{html.escape(experiment.paper)}</td><td>{_word(verdict.holds)}</td>"
+        f"<td>{passed} of {len(verdict.checks)}</td></tr>"
+    )
+
+
+def _section(
+    out: Path, experiment: Experiment, record: dict[str, Any], verdict: Verdict
+) -> str:
+    checks = "".join(
+        f"<tr><td>{_word(check.holds, 'yes', 'no')}</td><td>{html.escape(check.name)}"
+        f"<br><span class=small>{html.escape(check.says)}</span></td>"
+        f"<td>{html.escape(check.found)}</td></tr>"
+        for check in verdict.checks
+    )
+    reasons = "".join(
+        f'<div class="reason"><strong>Why not: {html.escape(reason.check)}</strong> '
+        f"({'tested' if reason.tested else 'a reading, not tested'}). "
+        f"{html.escape(reason.text)}</div>"
+        for reason in verdict.reasons
+    )
+    unexplained = [
+        check.name
+        for check in verdict.checks
+        if not check.holds
+        and not any(check.name.startswith(r.check) for r in verdict.reasons)
+    ]
+    if unexplained:
+        names = html.escape("; ".join(unexplained))
+        reasons += f'<div class="reason">Not explained: {names}.</div>'
+    notes = f"<p>{html.escape(experiment.notes)}</p>" if experiment.notes else ""
+    length = _length(record["data"])
+    asked = record["asked"]
+    other = f" Asked for: {html.escape(str(asked))}." if asked else ""
+    return (
+        f'<section id="{experiment.name}"><h2>{experiment.name}: '
+        f"{_word(verdict.holds)}</h2>"
+        f'<p class="paper">{html.escape(experiment.paper)}</p>'
+        f"<blockquote>{html.escape(experiment.claim)}</blockquote>"
+        f"{_picture(out / experiment.name / 'figure.png', experiment)}"
+        '<div class="scroll"><table><thead><tr><th></th><th>check</th><th>found</th>'
+        f"</tr></thead><tbody>{checks}</tbody></table></div>{reasons}{notes}"
+        "<details><summary>What the paper leaves open, and what was chosen</summary>"
+        f"<p>{html.escape(experiment.choices)}</p></details>"
+        f'<p class="small">{length}{_effort(record)}.{other}</p></section>'
+    )
+
+
+def _effort(record: dict[str, Any]) -> str:
+    return (
+        f"{record['seconds']:.0f} s, {record['cpu_seconds']:.0f} s of processor time; "
+        f"load of the machine when it began: {record['load_before']:.1f}"
+    )
+
+
+def _length(data: dict[str, Any]) -> str:
+    """How long and from how many seeds it was trained, if it was."""
+    parts = [
+        f"{name} {max(steps)} steps"
+        for name, own in data.get("workloads", {}).items()
+        if (steps := _last_steps(own))
+    ]
+    seeds = data.get("seeds")
+    parts += [f"{seeds} seed{'s' if seeds > 1 else ''}"] if seeds else []
+    return html.escape(", ".join(parts)) + ("; " if parts else "")
+
+
+def _last_steps(value: Any) -> list[int]:
+    """The last of every list of steps, however deep."""
+    if not isinstance(value, dict):
+        return []
+    found = [int(x[-1]) for key, x in value.items() if key == "step" and x]
+    for each in value.values():
+        found += _last_steps(each)
+    return found
+
+
+def _picture(path: Path, experiment: Experiment) -> str:
+    content = path.read_bytes()
+    # A PNG says its width and height in its first chunk.
+    width, height = (int.from_bytes(content[k : k + 4], "big") for k in (16, 20))
+    tall = ' class="tall"' if height > 0.6 * width else ""
+    encoded = base64.b64encode(content).decode()
+    return (
+        f'<figure{tall}><a><img width="{width}" height="{height}" '
+        f'src="data:image/png;base64,{encoded}" '
+        f'alt="{html.escape(experiment.name)}: {html.escape(experiment.claim)}"></a>'
+        "</figure>"
+    )
+
+
+def _made(records: list[dict[str, Any]]) -> str:
+    """Versions and device, and what it all took."""
+    total = sum(record["seconds"] for record in records)
+    kinds = dict.fromkeys(
+        ", ".join(f"{k} {v}" for k, v in record["environment"].items() if v != "")
+        for record in records
+    )
+    lines = "".join(f"<p>{html.escape(kind)}</p>" for kind in kinds)
+    return f"<p>{total / 60:.0f} minutes in all.</p>{lines}"

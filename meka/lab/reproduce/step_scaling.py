@@ -1,0 +1,130 @@
+"""Figure 6 and Appendix D: is a rule's step the right length as it is?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import meka
+from meka.improvement import Rule
+from meka.lab.reproduce import drawing, training
+from meka.lab.reproduce.setting import Setting, array
+from meka.lab.reproduce.training import Run
+from meka.lab.reproduce.verdict import Check, Reason
+
+CHOICES = (
+    "Meka with every rule's step multiplied by c, batch 128. The paper does not list "
+    "its values of c; here powers of two from 1/4 to 2. Best is the lowest median "
+    "final training loss; c = 1 counts as best for PI if it is within 10 % of the best."
+)
+REASONS: tuple[Reason, ...] = ()
+
+_RULES = {
+    "PI": meka.probability_of_improvement,
+    "quadratic": meka.quadratic,
+    "EI": meka.expected_improvement,
+}
+_TOLERANCE = 1.1
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Train every rule at every scale."""
+    names = setting.pick(
+        smoke=("digits",), desk=("digits", "mnist"), full=("mnist", "cifar10-cnn")
+    )
+    seeds = setting.seeds or setting.pick(smoke=2, desk=3, full=3)
+    scales = setting.pick(
+        smoke=(0.5, 1.0), desk=(0.25, 0.5, 1.0, 2.0), full=(0.25, 0.5, 1.0, 2.0)
+    )
+    rules = setting.pick(smoke=("PI",), desk=tuple(_RULES), full=tuple(_RULES))
+    found: dict[str, Any] = {}
+    for name in setting.select(names):
+        epochs = setting.pick(
+            smoke=2, desk={"digits": 90, "mnist": 1}.get(name, 1), full=8
+        )
+        steps = training.steps_for(setting, name, epochs)
+        found[name] = {rule: {} for rule in rules}
+        for rule in rules:
+            for c in scales:
+                run = Run(
+                    f"{rule} c={c:g}", name, f"scaled {rule}", steps, seeds,
+                    evaluations=5, knob=c,
+                )  # fmt: skip
+                trained = training.train(setting, run, _builder(rule))
+                found[name][rule][f"{c:g}"] = {
+                    "step": trained["step"],
+                    "train_loss": trained["train_loss"],
+                    "test_accuracy": trained["test_accuracy"],
+                    "step_size": training.thinned(trained["logs"]["step_size"], 40),
+                }
+    return {"workloads": found, "seeds": seeds}
+
+
+def _builder(rule: str) -> training.Build:
+    def scaled(c: jax.Array) -> Rule:
+        return meka.scaled(_RULES[rule], c)
+
+    return lambda workload: training.turned(workload, scaled)
+
+
+def _ends(runs: dict[str, Any]) -> dict[float, float]:
+    """Median final training loss by c; infinite where it diverged."""
+    found = {}
+    for c, own in runs.items():
+        last = array(own["train_loss"])[-1]
+        found[float(c)] = float(np.median(np.where(np.isfinite(last), last, np.inf)))
+    return found
+
+
+def checks(data: dict[str, Any]) -> list[Check]:
+    """Where the best c of every rule is."""
+    asked = {
+        "PI": ("PI steps do best at c = 1 (within 10 % of the best)", lambda c: c == 1),
+        "quadratic": ("the quadratic rule does best at some c < 1", lambda c: c < 1),
+        "EI": ("expected improvement does best at some c > 1", lambda c: c > 1),
+    }
+    found = []
+    for name, rules in data["workloads"].items():
+        for rule, runs in rules.items():
+            ends = _ends(runs)
+            best = min(ends, key=lambda c: ends[c])
+            if rule == "PI" and ends[1.0] <= _TOLERANCE * ends[best]:
+                best = 1.0
+            says, right = asked[rule]
+            found.append(
+                Check(
+                    f"{rule} on {name}",
+                    says,
+                    "final loss "
+                    + ", ".join(f"{x:.3g} at c = {c:g}" for c, x in ends.items()),
+                    bool(right(best) and np.isfinite(ends[best])),
+                )
+            )
+    return found
+
+
+def figure(data: dict[str, Any]):
+    """Training loss, a row a problem, a column a rule."""
+    names = list(data["workloads"])
+    rules = list(data["workloads"][names[0]])
+    picture, axes = drawing.panels(
+        len(rules), len(names), width=3.7 * max(2, len(rules)), height=2.9
+    )
+    for row, name in zip(axes, names, strict=True):
+        for axis, rule in zip(row, rules, strict=True):
+            for k, (c, own) in enumerate(data["workloads"][name][rule].items()):
+                drawing.band(
+                    axis, own["step"], own["train_loss"], drawing.PALETTE[k], f"c = {c}"
+                )
+            axis.set_yscale("log")
+            axis.set_title(f"{name}: {rule}")
+            axis.set_xlabel("step")
+        low = min(axis.get_ylim()[0] for axis in row)
+        high = max(axis.get_ylim()[1] for axis in row)
+        for axis in row:
+            axis.set_ylim(low, min(high, 30))
+        row[0].set_ylabel("training loss")
+    drawing.once(picture, axes[0, 0])
+    return picture
