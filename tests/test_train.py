@@ -112,8 +112,12 @@ def test_folder_contents(whole):
         "environment.json",
         "metrics.jsonl",
         "run.lock",
+        "subject.json",
         "timing.jsonl",
     }
+    subject = json.loads((whole / "subject.json").read_text())
+    assert subject["batch_size"] > 0
+    assert subject["parameters"] > 0
     names = sorted(each.name for each in (whole / "checkpoints").iterdir())
     assert names == ["step-00000030", "step-00000040"]
     assert read_config(whole) == CONFIG
