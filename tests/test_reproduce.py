@@ -56,7 +56,7 @@ def test_an_experiment_leaves_data_figure_and_verdict(smoke, name):
     assert all(re.search(r"\d", check["found"]) for check in verdict["checks"])
     content = (folder / "figure.png").read_bytes()
     assert content.startswith(PNG)
-    assert len(content) > 10_000
+    assert len(content) > 3000
     ElementTree.parse(folder / "figure.svg")
 
 
@@ -178,9 +178,8 @@ def test_an_interrupt_keeps_the_page_of_what_was_finished(small, tmp_path):
 def test_a_piece_with_other_settings_is_another_piece(tmp_path):
     where = Setting("smoke", cache=tmp_path)
     first = where.piece("a/b c", {"steps": 1}, lambda: {"x": 1})
-    assert where.piece("a/b c", {"steps": 1}, lambda: {"x": 2}) == {
-        **first, "took": where.spent[-1],
-    }  # fmt: skip
+    assert where.piece("a/b c", {"steps": 1}, lambda: {"x": 2}) == first == {"x": 1}
+    assert len(where.spent) == 1
     assert where.piece("a/b c", {"steps": 2}, lambda: {"x": 2})["x"] == 2
 
 

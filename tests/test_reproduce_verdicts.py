@@ -170,7 +170,8 @@ def decay_sensitivity() -> dict[str, Any]:
 def delayed_adaptation() -> dict[str, Any]:
     def run(height: float) -> dict[str, Any]:
         values = seeds(*[height] * 100)
-        return {"step": STEPS[1:], "curvature": values, "variance": values}
+        own = {"step": STEPS[1:], "curvature": values, "variance": values}
+        return own | {"evaluated": [0, 100], "train_loss": seeds(2.0, 1.0)}
 
     own = {"steps": 100, "switches": [0, 50]}
     own["runs"] = {"0": run(3.0), "50": run(3.0), "100": run(1.0)}

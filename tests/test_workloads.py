@@ -207,7 +207,7 @@ def coupled(params: Any, batch: Any) -> jax.Array:
         ({"init": lambda key: {"w": jnp.ones(3, jnp.int32)}}, r"\['w'\].*int32"),
         ({"init": lambda key: {}}, "no arrays"),
         ({"losses": lambda p, b: jnp.mean(b[1] * p["w"][0])}, r"shape \(8,\)"),
-        ({"losses": lambda p, b: jnp.log(b[0] @ p["w"] * 0 - 1)}, "not finite"),
+        ({"losses": lambda p, b: jnp.log(b[0] @ p["w"] * 0)}, "not finite"),
         ({"losses": coupled}, "example"),
         ({"correct": lambda p, b: True}, "correct must return"),
         ({"objective": lambda p: p["w"]}, "objective must return"),

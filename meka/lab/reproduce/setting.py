@@ -103,7 +103,7 @@ class Setting:
         path = self.cache / f"{name}-{digest}.json"
         if path.exists():
             made = read(path)
-            self.spent.append(made["took"])
+            self.spent.append(made.pop("took"))
             return made
         wall, cpu = time.perf_counter(), time.process_time()
         made = plain(make())
