@@ -1,11 +1,25 @@
 """Strict promotion for the tests of the optimizer, and fixed seeds everywhere."""
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# Compiling is most of the time that tests take. What one of them, or a process it
+# starts, has compiled, the others read back.
+CACHE = {
+    "jax_compilation_cache_dir": Path(__file__).parent.parent / ".pytest_cache" / "jax",
+    "jax_persistent_cache_min_compile_time_secs": 0.3,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+for name, value in CACHE.items():
+    if name.upper() not in os.environ:
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, str(value) if isinstance(value, Path) else value)
 
 CORE = {
     "test_average",
