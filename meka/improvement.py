@@ -241,7 +241,7 @@ def constant(step_size: float | Array | Callable[[Array], ArrayLike]) -> Rule:
     return rule
 
 
-def scaled(rule: Rule, factor: float | Callable[[Array], ArrayLike]) -> Rule:
+def scaled(rule: Rule, factor: float | Array | Callable[[Array], ArrayLike]) -> Rule:
     """The rule's step times the paper's factor c, or a schedule of it."""
 
     def scaled_rule(model: ImprovementModel) -> Array:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import meka
-from meka.lab import optimizers
 from meka.lab.loop import CHUNK, Loop
 from meka.lab.methods import Method
 from meka.lab.reproduce import drawing, training
@@ -71,7 +70,7 @@ def _measure(
     steps: int, seeds: int, points: int,
 ) -> dict[str, Any]:  # fmt: skip
     workload = training.load(name, setting.data_dir, augment=False)
-    method = optimizers.make(
+    method = training.method(
         optimizer, workload.losses, steps=steps, learning_rate=rate
     )
     loop = Loop(workload, _with_gradient(method, workload), seeds=seeds)
@@ -97,9 +96,11 @@ def _with_gradient(method: Method, workload: Workload) -> Method:
     def init(params: Any) -> Any:
         return method.init(params), jax.tree.map(jnp.zeros_like, params)
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def step(
+        params: Any, state: Any, batch: Any, number: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
         gradient = jax.grad(lambda p: jnp.mean(workload.losses(p, batch)))(params)
-        params, inner, logs = method.step(params, state[0], batch)
+        params, inner, logs = method.step(params, state[0], batch, number)
         return params, (inner, gradient), logs
 
     return replace(method, init=init, step=step, evaluate=lambda params, state: params)

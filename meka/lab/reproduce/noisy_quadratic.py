@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meka.lab import optimizers, problems
+from meka.lab import problems
 from meka.lab.methods import Method
 from meka.lab.reproduce import drawing, training
 from meka.lab.reproduce.setting import Setting, array
@@ -62,8 +62,10 @@ def _descent(rate: float | None) -> Method:
     """Gradient descent with the exact gradient; without a rate, exact line search."""
     problem = problems.noisy_quadratic()
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        del batch
+    def step(
+        params: Any, state: Any, batch: Any, number: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        del batch, number
         slope = problem.gradient(params)
         bend = problem.gradient(slope)  # Hg: the gradient is linear
         best = jnp.vdot(slope, slope) / jnp.vdot(slope, bend)
@@ -83,7 +85,7 @@ def _rate(setting: Setting) -> dict[str, Any]:
     workload = _conditioned(condition)
 
     def measure(name: str) -> dict[str, Any]:
-        method = optimizers.make(
+        method = training.method(
             name, workload.losses, steps=steps, learning_rate=_STEP
         )
         loop = Loop(workload, method, seeds=seeds)

@@ -70,7 +70,7 @@ _COMMON = (
     "on the 8×8 digits); 3c3d has Glorot weights as in DeepOBS, ResNet-32 He-normal "
     "ones and group normalisation. CIFAR-10 is cropped and flipped unless it says "
     "otherwise. There is no weight decay and no schedule. Meka is the library's with "
-    "its defaults: noise from two groups of examples in the place of single ones, "
+    "its defaults, but for noise measured at every step: from two groups of examples, "
     "decay rates 0.999 with bias correction, curvature probed along the new direction "
     "on the same minibatch, no third-order term. Lines are medians over seeds, bands "
     "the 5th to 95th percentile. Lengths and seeds are given with each experiment."

@@ -60,12 +60,14 @@ def run(setting: Setting) -> dict[str, Any]:
 def _seen(workload: Workload, name: str, rate: float | None) -> Method:
     """A method of the bench that also logs where it is."""
     if name in optimizers.TABLE:
-        method = optimizers.make(name, workload.losses, steps=1, learning_rate=rate)
+        method = training.method(name, workload.losses, steps=1, learning_rate=rate)
     else:
         method = unfiltered(workload)
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        params, state, logs = method.step(params, state, batch)
+    def step(
+        params: Any, state: Any, batch: Any, number: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        params, state, logs = method.step(params, state, batch, number)
         return params, state, {**logs, "x": params[0], "y": params[1]}
 
     return replace(method, step=step)

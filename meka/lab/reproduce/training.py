@@ -117,10 +117,17 @@ def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
     return {"step": ends, **_evaluations(records, len(ends)), "logs": _logs(logs, run)}
 
 
+def method(name: str, losses: Any, **given: Any) -> Method:
+    """A method of the bench; meka measures noise at every step, as the paper does."""
+    if "meka" in name:
+        given.setdefault("noise_every", 1)
+    return optimizers.make(name, losses, **given)
+
+
 def _from_table(run: Run) -> Build:
     def build(workload: Workload) -> Method:
         rows = 0 if workload.data is None else len(workload.data.train[0])
-        return optimizers.make(
+        return method(
             run.optimizer,
             workload.losses,
             steps=run.steps,
@@ -167,13 +174,16 @@ def turned(workload: Workload, rule: Callable[[jax.Array], Rule]) -> Method:
 
     def parts(value: Any) -> tuple[Any, Any]:
         optimizer = meka.meka(rule=rule(value))
-        return optimizer, meka.make_step(workload.losses, optimizer)
+        return optimizer, meka.make_step(workload.losses, optimizer, noise_every=1)
 
     def init(params: Any) -> Turned:
         value = jnp.zeros((), jnp.float32)
         return Turned(value, parts(value)[0].init(params))
 
-    def step(params: Any, state: Turned, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def step(
+        params: Any, state: Turned, batch: Any, number: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        del number
         params, inner, info = parts(state.value)[1](params, state.inner, batch)
         names = ("step_size", "curvature", "direction_norm", "gradient_noise")
         logs = {name: getattr(info, name) for name in names}

@@ -21,7 +21,10 @@ def unfiltered(workload: Workload) -> Method:
     """
     optimizer = meka.meka()
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def step(
+        params: Any, state: Any, batch: Any, number: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        del number
         before = meka.find_state(state).previous_params
         seen = meka.observe(workload.losses, params, before, batch)
         nothing = jnp.asarray(_FORGET, jnp.float32)
