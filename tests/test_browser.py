@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lines import place
 from synthetic import write_run
-from test_cli import FILE
 from test_watch import serving
 
 from meka.improvement import ImprovementModel
@@ -308,7 +308,7 @@ def test_a_screen_reader_finds_its_way(visit):
 
 def test_a_live_page_grows_while_a_run_trains(browser, tmp_path):
     """Watched before the run is there, by one process; trained by another."""
-    (tmp_path / "lines.py").write_text(FILE)
+    place(tmp_path)
     train = "train lines.py:workload --optimizer adam --steps 1000000 --out run"
     with serving([tmp_path / "run", tmp_path / EVIL]) as server:
         visit = Visit(browser, server.address)

@@ -45,7 +45,7 @@ def runs(every: int) -> meka.Info:
     return jax.jit(lambda: jax.lax.scan(body, (params, state), jnp.arange(STEPS)))()[1]
 
 
-def held_to(estimates: np.ndarray, truth: float, bars: float = 4.5) -> None:
+def held_to(estimates: jax.typing.ArrayLike, truth: float, bars: float = 4.5) -> None:
     """Each seed's average over time is one sample of an estimate."""
     samples = np.asarray(estimates, float).mean(axis=0)
     error = samples.std(ddof=1) / np.sqrt(len(samples))

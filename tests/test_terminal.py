@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from lines import place
 from synthetic import lines, write_run
-from test_cli import FILE
 
 from meka.lab import cli
 from meka.lab.metrics import METRICS
@@ -78,7 +78,7 @@ def spoken(command: list[str], folder: Path, during=None) -> str:
 
 
 def test_train_draws_curves_in_a_terminal(tmp_path):
-    (tmp_path / "lines.py").write_text(FILE)
+    place(tmp_path)
     train = ["train", "lines.py:workload", "--optimizer", "adameka", "--out", "run"]
     output = spoken([*train, "--steps", "300"], tmp_path)
     last = output[output.rindex("lines.py:workload adameka") :]
