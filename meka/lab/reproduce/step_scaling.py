@@ -85,7 +85,8 @@ def run(setting: Setting) -> dict[str, Any]:
 
 def _builder(rule: str) -> training.Build:
     def scaled(c: jax.Array) -> Rule:
-        return meka.scaled(_RULES[rule], c)
+        """As `meka.scaled`, with a factor that is not known when it is compiled."""
+        return lambda model: c.astype(model.slope.dtype) * _RULES[rule](model)
 
     return lambda workload: training.turned(workload, scaled)
 
