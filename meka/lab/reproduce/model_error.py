@@ -18,7 +18,7 @@ CHOICES = (
     "steps."
 )
 NOTES = (
-    "Where λ_t is not zero it is above s_t, not below, and so must it be: it is what a "
+    "Where λ_t is not zero it is usually above s_t, as is to be expected: it is what a "
     "squared surprise exceeds its expectation c_t by, c_t is more than r_t, and s_t is "
     "less than r_t. Even if the model were exact, a third of all steps would have a "
     "positive λ_t, by about c_t/2 on average. So the paper's remark that λ_t is "

@@ -35,7 +35,7 @@ def run(setting: Setting) -> dict[str, Any]:
     """Train every method on the figure's problem, and Meka on the proposition's."""
     steps = setting.pick(smoke=300, desk=3000, full=3000)
     seeds = setting.seeds or setting.pick(smoke=2, desk=5, full=5)
-    every = setting.pick(smoke=50, desk=100, full=100)
+    every = setting.pick(smoke=12, desk=100, full=100)
     rates = {
         "SGD": ("sgd", _STEP),
         "SGD, small step": ("sgd", _SMALL),
@@ -82,6 +82,7 @@ def _rate(setting: Setting) -> dict[str, Any]:
 
     condition = 50.0
     seeds, steps = setting.pick(smoke=(8, 400), desk=(32, 6000), full=(256, 10000))
+    points = setting.pick(smoke=10, desk=60, full=60)
     workload = _conditioned(condition)
 
     def measure(name: str) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _rate(setting: Setting) -> dict[str, Any]:
         loop = Loop(workload, method, seeds=seeds)
         watcher = setting.watch(f"rate of {name}", steps)
         carry, done, at, mean = loop.start(), 0, [], []
-        marks = np.unique(np.geomspace(10, steps, 60).astype(int))
+        marks = np.unique(np.geomspace(10, steps, points).astype(int))
         while done < steps:
             length = min(CHUNK, int(marks[marks > done][0]) - done)
             carry, logs = loop.advance(carry, done, length)

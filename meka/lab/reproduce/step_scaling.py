@@ -19,7 +19,28 @@ CHOICES = (
     "its values of c; here powers of two from 1/4 to 2. Best is the lowest median "
     "final training loss; c = 1 counts as best for PI if it is within 10 % of the best."
 )
-REASONS: tuple[Reason, ...] = ()
+REASONS = (
+    Reason(
+        "PI",
+        "All three rules end lower the larger c is, up to the 2 at which a quadratic's "
+        "steps would cease to converge. The step answers to c: eight times the factor "
+        "makes the steps only 1.9 to 2.4 times as long, as the figures in brackets "
+        "show, since longer steps keep a run in flatter places where the rule itself "
+        "then allows longer ones. A greedy step looks one step ahead and settles where "
+        "the curvature is high. That c = 2 would still be best in longer runs was not "
+        "tested.",
+        tested=True,
+        scales=("desk",),
+    ),
+    Reason(
+        "quadratic",
+        "As for PI. Here the average over a thousand steps already damps what makes "
+        "the quadratic rule's steps too long in the paper, so that it does not need c "
+        "< 1; that this is why was not tested.",
+        tested=False,
+        scales=("desk",),
+    ),
+)
 
 _RULES = {
     "PI": meka.probability_of_improvement,
@@ -64,7 +85,8 @@ def run(setting: Setting) -> dict[str, Any]:
 
 def _builder(rule: str) -> training.Build:
     def scaled(c: jax.Array) -> Rule:
-        return meka.scaled(_RULES[rule], c)
+        """As `meka.scaled`, with a factor that is not known when it is compiled."""
+        return lambda model: c.astype(model.slope.dtype) * _RULES[rule](model)
 
     return lambda workload: training.turned(workload, scaled)
 
@@ -98,11 +120,21 @@ def checks(data: dict[str, Any]) -> list[Check]:
                     f"{rule} on {name}",
                     says,
                     "final loss "
-                    + ", ".join(f"{x:.3g} at c = {c:g}" for c, x in ends.items()),
+                    + ", ".join(
+                        f"{x:.3g} at c = {c:g}{_step(runs[f'{c:g}'])}"
+                        for c, x in ends.items()
+                    ),
                     bool(right(best) and np.isfinite(ends[best])),
                 )
             )
     return found
+
+
+def _step(run: dict[str, Any]) -> str:
+    """The last step size, if it was kept."""
+    if "step_size" not in run:
+        return ""
+    return f" (steps of {np.nanmedian(array(run['step_size'])[-1]):.2g})"
 
 
 def figure(data: dict[str, Any]):
