@@ -95,12 +95,8 @@ def survive_extremes(family: str, dtype: str, count: int) -> int:
 
 
 @pytest.mark.fault(4)
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("meka", "float32"), ("adameka", "float16")],
-)
-def test_any_scale_is_finite_or_rejected(family, dtype, tried):
-    tried(steps=survive_extremes(family, dtype, 31))
+def test_any_scale_is_finite_or_rejected(tried):
+    tried(steps=survive_extremes("adameka", "float16", 31))
 
 
 @pytest.mark.slow

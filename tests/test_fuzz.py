@@ -240,7 +240,7 @@ def fuzz(make, folder: Path, count: int) -> int:
 @pytest.mark.fault(17)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_reader(reader, tmp_path, tried):
-    tried(inputs=fuzz(reader, tmp_path / "fuzz", 150))
+    tried(inputs=fuzz(reader, tmp_path / "fuzz", 100))
 
 
 @pytest.mark.slow
