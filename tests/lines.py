@@ -68,7 +68,8 @@ def draw(key, n):
 
 def shake(key, batch):
     """Fresh noise, so that what is measured depends on the random keys."""
-    return batch[0] + 0.1 * jax.random.normal(key, batch[0].shape), batch[1]
+    shift = jax.random.normal(key, batch[0].shape, batch[0].dtype)
+    return batch[0] + 0.1 * shift, batch[1]
 
 
 workload = Workload("lines", zeros, losses, 8, 12, data=data)

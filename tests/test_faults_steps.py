@@ -92,7 +92,7 @@ def test_where_no_example_is_to_blame_none_is_named():
     optimizer, step = compiled()
     params = traps.start()
     # Each loss is finite, and so would be the step on any of them; their spread is not.
-    batch = traps.batch(constant=np.tile([3e38, -3e38], traps.COUNT // 2))
+    batch = traps.batch(constant=np.tile([1e19, -1e19], traps.COUNT // 2))
     state = optimizer.init(params)
     _, _, info = step(params, state, batch)
     assert not info.accepted
@@ -147,7 +147,9 @@ def test_degenerate_batches_are_finite(way, tried):
             assert bits(params) == bits(traps.start()), name
         elif not name.startswith("one"):
             own = meka.find_state(state)
-            assert own.value.variance == own.gradient.variance == 0, name
+            # Zero but for rounding: how a sum is compiled is not ours to say.
+            assert own.value.variance <= 1e-12 * own.value.mean**2, name
+            assert own.gradient.variance <= 1e-12, name
         tried(degenerate_batches=1)
 
 
