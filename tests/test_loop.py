@@ -61,7 +61,11 @@ def agree(one, other, rtol=2e-4):
 # A method that learns nothing and logs the batch it was given.
 WITNESS = Method(
     init=lambda params: (),
-    step=lambda params, state, batch: (params, state, {"loss": 0.0, "seen": batch[0]}),
+    step=lambda params, state, batch, number: (
+        params,
+        state,
+        {"loss": 0.0, "seen": batch[0]},
+    ),
     evaluate=lambda params, state: params,
 )
 
