@@ -52,8 +52,9 @@ def stacked_groups(means: PyTree, weights: Array, *, diagonal: bool) -> Summary:
     weights = weights.astype(dtype)
     total = jnp.sum(weights)
     shares = weights / jnp.maximum(total, 1)
-    # From the first one on, so that what is equal has exactly its own mean.
-    mean = jax.tree.map(lambda x: x[0] + _contract(shares, x - x[:1]), means)
+    mean = jax.tree.map(lambda x: _contract(shares, x), means)
+    # Once more, about that mean: what is equal then has exactly its own mean.
+    mean = jax.tree.map(lambda x, m: m + _contract(shares, x - m[None]), means, mean)
     centred = jax.tree.map(lambda x, m: x - m[None], means, mean)
     if diagonal:
         scatter = jax.tree.map(lambda c: _contract(weights, c * c), centred)

@@ -61,13 +61,13 @@ def test_copied_parameters_are_never_gathered(eight):
     assert sum(eight["adam, copied parameters"]["sent"]["all-reduce"]) == eight["size"]
 
 
-def test_spread_parameters_are_gathered_once_each_with_the_two_directions(eight):
-    """Every layer needs them whole: parameters, displacement, and the direction."""
+def test_spread_parameters_are_gathered_with_the_two_directions(eight):
+    """Every layer needs them whole: with the displacement, and with the direction."""
     largest = 32 * spread.WIDTH
     adam = eight["adam, spread parameters"]["sent"]["all-gather"]
     assert adam.count(largest) == 1
     default = eight["default, spread parameters"]["sent"]
-    assert default["all-gather"].count(largest) <= 3
+    assert default["all-gather"].count(largest) <= 4
     assert sum(default["all-gather"]) < 6 * eight["size"]
 
 

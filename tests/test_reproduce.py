@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,20 @@ from meka.lab.reproduce.verdict import FAILS, HOLDS, Check, judge
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+# Those that compile little; the others take minutes together, and are slow tests.
+QUICK = ("acquisition", "negative-curvature", "rosenbrock", "noisy-quadratic")
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> tuple[Path, list[str]]:
-    """Everything, once: the folder, and what was said."""
-    out = tmp_path_factory.mktemp("smoke")
+    """The quick ones, once: the folder, and what was said."""
+    return run_all(QUICK, tmp_path_factory.mktemp("smoke"))
+
+
+def run_all(names: Sequence[str], out: Path) -> tuple[Path, list[str]]:
     said: list[str] = []
     runner.reproduce(
-        chosen(["all"]), Setting("smoke"), out, command="meka test", say=said.append
+        chosen(list(names)), Setting("smoke"), out, command="meka test", say=said.append
     )
     return out, said
 
@@ -43,9 +51,21 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", QUICK)
 def test_an_experiment_leaves_data_figure_and_verdict(smoke, name):
-    folder = smoke[0] / name
+    complete(smoke[0] / name, name)
+
+
+@pytest.mark.slow
+def test_every_experiment_leaves_data_figure_and_verdict(tmp_path):
+    """And the page shows them all."""
+    out, said = run_all(list(TABLE), tmp_path)
+    for name in TABLE:
+        complete(out / name, name)
+    shown(out, said, list(TABLE))
+
+
+def complete(folder: Path, name: str) -> None:
     record, verdict = strict(folder / "data.json"), strict(folder / "verdict.json")
     assert (record["experiment"], record["scale"]) == (name, "smoke")
     assert record["seconds"] > 0
@@ -65,14 +85,17 @@ def test_what_needs_no_training_holds_at_any_scale(smoke, name):
     assert strict(smoke[0] / name / "verdict.json")["verdict"] == HOLDS
 
 
-def test_the_page_shows_them_all_and_needs_nothing_else(smoke):
-    out, said = smoke
+def test_the_page_shows_them_and_needs_nothing_else(smoke):
+    shown(*smoke, QUICK)
+
+
+def shown(out: Path, said: list[str], names: Sequence[str]) -> None:
     text = (out / "index.html").read_text()
-    for name, experiment in TABLE.items():
+    for name in names:
         assert f'id="{name}"' in text
-        assert page.html.escape(experiment.claim) in text
+        assert page.html.escape(TABLE[name].claim) in text
         assert f"{name}: " in " ".join(said)
-    assert text.count("data:image/png;base64,") == len(TABLE)
+    assert text.count("data:image/png;base64,") == len(names)
     assert not re.search(r"""(src|href)=["']?(http|//|\w+\.(png|js|css))""", text)
     assert "prefers-color-scheme: dark" in text
     assert "width=device-width" in text
@@ -88,7 +111,7 @@ def test_what_is_complete_is_not_run_again(smoke, monkeypatch):
     monkeypatch.setattr(Experiment, "run", never)
     said: list[str] = []
     runner.reproduce(
-        chosen(["cost", "acquisition"]),
+        chosen(["rosenbrock", "acquisition"]),
         Setting("smoke"),
         out,
         command="meka test",
