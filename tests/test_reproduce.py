@@ -86,7 +86,8 @@ def test_what_needs_no_training_holds_at_any_scale(smoke, name):
 
 
 def test_the_page_shows_them_and_needs_nothing_else(smoke):
-    shown(*smoke, QUICK)
+    out, said = smoke
+    shown(out, said, QUICK)
 
 
 def shown(out: Path, said: list[str], names: Sequence[str]) -> None:
