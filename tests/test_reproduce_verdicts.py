@@ -67,8 +67,8 @@ def negative_curvature() -> dict[str, Any]:
         },
         "random": {
             "models": 50,
-            "without": {"finite": 0, "agree": 0},
-            "with": {"finite": 50, "agree": 50},
+            "without": {"finite": 0, "agree": 0, "bounded": 0},
+            "with": {"finite": 50, "agree": 50, "bounded": 0},
         },
     }
 
