@@ -31,8 +31,6 @@ RATES = {
     "meka-constant": (0.1,),
     "adameka-constant": (0.001,),
 }
-# On ResNet-32 a step of ours takes several of theirs, so only the main ones run there.
-CNN_ONLY = ("meka-ei", "meka-quadratic", "adameka-ei", "adameka-quadratic", "svrg")
 STEPS = {"cifar10-cnn": 12 * 390, "cifar10-resnet32": 6 * 390}
 
 
@@ -45,8 +43,6 @@ def plan(only: str | None, optimizers: list[str] | None) -> list[dict]:
             continue
         for name, entry in TABLE.items():
             if optimizers and name not in optimizers:
-                continue
-            if workload == "cifar10-resnet32" and name in CNN_ONLY:
                 continue
             schedule = "linear" if "linear" in entry.schedules else None
             if entry.schedule != "constant":

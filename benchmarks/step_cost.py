@@ -8,7 +8,7 @@
 
 All settings take turns (benchmarks/timing.py); a ratio is the median over rounds of
 the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
-step holds at once: arguments, results and work space. On a GPU a call is a compiled
+call holds at once: arguments, results and work space. On a GPU a call is a compiled
 loop of steps, as in training, so that the host's dispatch is not measured.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,28 +142,25 @@ def prepare(
     def several(carry: PyTree, batch: PyTree) -> PyTree:
         return jax.lax.fori_loop(0, loop, lambda _, c: setting.step(c, batch), carry)
 
-    one = jax.jit(setting.step, donate_argnums=0).lower(carry, batch).compile()
-    memory, step = timing.peak_bytes(one), one
-    if loop > 1:
-        step = jax.jit(several, donate_argnums=0).lower(carry, batch).compile()
-    return timing.Contestant(setting.name, step, carry, batch, loop), memory
+    call = setting.step if loop == 1 else several
+    step = jax.jit(call, donate_argnums=0).lower(carry, batch).compile()
+    contestant = timing.Contestant(setting.name, step, carry, batch, loop)
+    return contestant, timing.peak_bytes(step)
 
 
 def measure(
     settings: list[Setting], params: PyTree, batch: PyTree, loop: int, rounds: int
 ) -> list[dict[str, Any]]:
-    contestants, memory = [], []
-    for number, setting in enumerate(settings, 1):
-        say(f"compiling {number}/{len(settings)}: {setting.name}")
-        contestant, held = prepare(setting, params, batch, loop)
-        contestants.append(contestant)
-        memory.append(held)
+    say(f"compiling {len(settings)} settings")
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        prepared = threads.map(lambda s: prepare(s, params, batch, loop), settings)
+        contestants, memory = zip(*prepared, strict=True)
 
     def progress(done: int) -> None:
         if done % 10 == 0:
             say(f"round {done}/{rounds}")
 
-    timing.interleave(contestants, rounds=rounds, progress=progress)
+    timing.interleave(list(contestants), rounds=rounds, progress=progress)
     return [
         {
             "name": setting.name,

@@ -30,6 +30,9 @@ Transport: TypeAlias = Callable[
     [Loss, PyTree, PyTree, PyTree], tuple[Array, PyTree, PyTree]
 ]
 
+# Noise that is measured now and then is measured on one of so many examples: the
+# scatter of two groups tells as much however large they are.
+_SAMPLE = 4
 # Up to here each group is differentiated on its own; more are batched by vmap.
 _UNROLLED_GROUPS = 4
 
@@ -136,29 +139,30 @@ def observe(
     batch, weights = _fill(batch, mask, -count % parts)
     deal = partial(_deal, parts=parts)
 
-    def in_groups() -> tuple[_Looks, Array]:
-        hands, shares = jax.tree.map(deal, batch), deal(weights)
+    shares = deal(weights)
+    if measure is True or micro_batches > 1 or diagonal:
+        measured, hands = True, jax.tree.map(deal, batch)
         if micro_batches == 1:
-            found, values = _all_groups(look, hands, shares, diagonal)
+            looks, values = _all_groups(look, hands, shares, diagonal)
         else:
-            found, values = _micro_batches(
+            looks, values = _micro_batches(
                 look, hands, shares, groups, micro_batches, diagonal
             )
-        return found, values.T.ravel()[:count]  # an index means the caller's example
-
-    def as_a_whole() -> tuple[_Looks, Array]:
-        own = jax.tree.map(lambda x: x[:count], (batch, weights))
-        one, values = look(*own)
-        weight = jnp.sum(own[1])
-        return _summarise(moments.one_group, one, weight, diagonal), values
-
-    if measure is True or micro_batches > 1:
-        looks, values = in_groups()
-        measure = True
+        values = values.T.ravel()[:count]  # an index means the caller's example
     else:
-        looks, values = jax.lax.cond(measure, in_groups, as_a_whole)
+        measured = measure
+        # Only scalars come out of the choice: gradients would be copied. It is made
+        # first, while nothing else of the parameters' size is needed.
+        some = _SAMPLE if mask is None and count % (_SAMPLE * groups) == 0 else 1
+        scatters = jax.lax.cond(
+            measure,
+            lambda: _scatters(look, *_sample((batch, weights), some), groups),
+            lambda: _no_scatters(params),
+        )
+        whole, values = look(*jax.tree.map(lambda x: x[:count], (batch, weights)))
+        looks = _around(whole, shares, scatters)
     held = jnp.sum(weights.reshape(-1, groups), axis=0)
-    return _observation(looks, values, weights[:count], held, measure)
+    return _observation(looks, values, weights[:count], held, measured)
 
 
 class _Looks(NamedTuple):
@@ -182,11 +186,12 @@ class _Look(NamedTuple):
 
 
 def _look(
-    losses, transport, params, previous, displacement, batch, weights
+    losses, transport, params, previous, displacement, batch, weights, total=None
 ) -> tuple[_Look, Array]:
     """Differentiate the mean loss of one group, and look along the displacement."""
     dtype = tree.scalar_dtype(params)
-    total = jnp.maximum(jnp.sum(weights), 1).astype(dtype)
+    total = jnp.maximum(jnp.sum(weights), 1) if total is None else jnp.asarray(total)
+    total = total.astype(dtype)
 
     def loss(p: PyTree) -> tuple[Array, Array]:
         values = losses(p, batch).astype(dtype)
@@ -215,6 +220,56 @@ def _summarise(
         summary(look.curvature, weight, diagonal=False),
         jnp.max(look.length),
     )
+
+
+class _Scatters(NamedTuple):
+    """Sums over groups of squared deviations from the mean, a scalar each."""
+
+    gradient: Array
+    change: Array
+    slope: Array
+    curvature: Array
+
+
+def _scatters(look, batch, weights, groups: int) -> _Scatters:
+    """How the groups of a batch scatter about the mean of all.
+
+    Two groups are compared in one derivative, that of their difference.
+    """
+    if groups > 2:
+        deal = partial(_deal, parts=groups)
+        hands = jax.tree.map(deal, (batch, weights))
+        looks, _ = _all_groups(look, *hands, diagonal=False)
+        return _Scatters(*(summary.scatter for summary in looks[:-1]))
+    first = jnp.arange(weights.shape[0]) % 2 == 0
+    counts = (
+        jnp.sum(jnp.where(first, weights, 0)),
+        jnp.sum(jnp.where(first, 0, weights)),
+    )
+    shares = [1 / jnp.maximum(count, 1) for count in counts]
+    apart, _ = look(batch, weights * jnp.where(first, shares[0], -shares[1]), total=1)
+    square = tree.dots((apart.gradient, apart.gradient), (apart.change, apart.change))
+    size = tree.size(apart.gradient)
+    share = counts[0] * counts[1] / jnp.maximum(counts[0] + counts[1], 1)
+    found = (square[0] / size, square[1] / size, apart.slope**2, apart.curvature**2)
+    return _Scatters(*(share.astype(x.dtype) * x for x in found))
+
+
+def _no_scatters(params: PyTree) -> _Scatters:
+    zero = jnp.zeros((), tree.scalar_dtype(params))
+    return _Scatters(zero, zero, zero, zero)
+
+
+def _around(whole: _Look, weights: Array, scatters: _Scatters) -> _Looks:
+    """The summaries of groups whose joint means and scatters are known."""
+    counts = jnp.sum(weights, axis=1)
+    looks = _summarise(moments.one_group, whole, jnp.sum(counts), diagonal=False)
+    groups = jnp.sum(counts > 0)
+    filled = (
+        summary._replace(groups=groups.astype(summary.weight.dtype), scatter=scatter)
+        for summary, scatter in zip(looks[:-1], scatters, strict=True)
+    )
+    return _Looks(*filled, looks.length)
 
 
 def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
@@ -293,6 +348,11 @@ def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
     # Back to the order of the parts, as `regroup` found them.
     values = jnp.swapaxes(values, 0, 1)
     return summary, values.reshape(-1, values.shape[-1])
+
+
+def _sample(batch: PyTree, one_of: int) -> PyTree:
+    """Every so many-th example; strided, so that all devices of a mesh hold some."""
+    return jax.tree.map(lambda x: _deal(x, one_of)[0], batch)
 
 
 def _first(stacked: PyTree) -> PyTree:

@@ -270,12 +270,7 @@ def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     """
     change, path = observation.change, observation.path
     if not isinstance(change.variance, jax.Array) or change.variance.ndim:
-        if observation.measured is not True:
-            raise ValueError(
-                "variances per coordinate have to be measured at every step: pass "
-                "noise_every=1 to make_step"
-            )
-        return observation, held
+        return observation, held  # per coordinate: measured at every step
     measured = jnp.asarray(observation.measured)
     ratio = _per_square(change.variance, path.length)
     fresh = Held(ratio, path.curvature.variance)

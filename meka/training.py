@@ -66,6 +66,11 @@ def make_step(
         own = find_state(state)
         diagonal = tree.same_structure(own.gradient.variance, params)
         every = noise_every or (1 if diagonal else _NOISE_EVERY)
+        if diagonal and every > 1:
+            raise ValueError(
+                f"noise_every={every}: variances per coordinate have to be measured at "
+                "every step, noise_every=1"
+            )
         number = own.count if number is None else number
         observation = observe(
             losses,
