@@ -55,8 +55,13 @@ class Loop:
         seeds: int = 1,
         batch_size: int | None = None,
         average: bool = False,
+        eval_examples: int | None = None,
     ):
-        """Lay the data out on the device; nothing is compiled yet."""
+        """Lay the data out on the device; nothing is compiled yet.
+
+        With ``eval_examples``, so many training examples, evenly spaced, stand for all
+        of them where the training loss is evaluated.
+        """
         self.workload, self.method = workload, method
         self.seeds = [seed + k for k in range(seeds)]
         self.batch_size = batch_size or workload.batch_size
@@ -89,7 +94,7 @@ class Loop:
             jax.grad(lambda params, batch: jnp.sum(workload.losses(params, batch)))
         )
         self._evaluated = jax.jit(jax.vmap(method.evaluate))
-        self._evaluator = _Evaluator(workload, self._scan)
+        self._evaluator = _Evaluator(workload, self._scan, eval_examples)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -305,13 +310,16 @@ class Loop:
 class _Evaluator:
     """Mean losses and accuracy over the data, a slice at a time, for stacked seeds."""
 
-    def __init__(self, workload: Workload, fast: bool):
+    def __init__(self, workload: Workload, fast: bool, examples: int | None):
         self._workload = workload
         self._sets: dict[str, tuple[PyTree, int]] = {}
         if workload.data is not None:
             rows = len(jax.tree.leaves(workload.data.train)[0])
-            rows = rows if fast else min(rows, _EXAMPLES_ON_CPU)
-            train = jax.tree.map(lambda x: jnp.asarray(x[:rows]), workload.data.train)
+            picked = slice(rows if fast else min(rows, _EXAMPLES_ON_CPU))
+            if examples is not None and examples < len(range(rows)[picked]):
+                picked = np.linspace(0, rows - 1, examples).astype(np.int32)
+            train = jax.tree.map(lambda x: jnp.asarray(x[picked]), workload.data.train)
+            rows = len(jax.tree.leaves(train)[0])
             test_rows = len(jax.tree.leaves(workload.data.test)[0])
             test = jax.tree.map(jnp.asarray, workload.data.test)
             self._sets = {"train": (train, rows), "test": (test, test_rows)}
