@@ -54,7 +54,7 @@ class Train:
     batch_size: int | None = None
     eval_every: int = 100
     eval_examples: int | None = None
-    """Training examples an evaluation looks at; by default all."""
+    """How many of each set an evaluation looks at; by default all."""
     checkpoint_every: int = 1000
     max_rejected: int = 25
     """Stop after this many rejected steps in a row."""

@@ -43,7 +43,7 @@ class RunConfig:
         schedule: a name of `meka.lab.optimizers.SCHEDULES`; None for the optimizer's.
         options: further options of the optimizer.
         eval_every: steps between evaluations.
-        eval_examples: training examples an evaluation looks at; None for all.
+        eval_examples: how many of each set an evaluation looks at; None for all.
         checkpoint_every: steps between checkpoints.
         data_dir: folder of the data; None for the cache.
         average: also keep and evaluate an average of the iterates.

@@ -17,7 +17,7 @@ from meka.lab.files import DataError
 VOCABULARY = 128
 LENGTH = 64
 """Characters a sequence, each to be predicted from those before it."""
-SMALL, LARGE = 400_000, 4_000_000
+SMALL, LARGE = 200_000, 4_000_000
 """How many characters to collect."""
 _TEST = 0.1  # the share at the end that is held out
 _LICENCES = ("LICENSE.txt", "LICENSE")

@@ -34,7 +34,7 @@ class Subject:
     Attributes:
         name: of `meka.lab.workloads`.
         steps: how long.
-        examples: training examples an evaluation looks at; None for all.
+        examples: how many of each set an evaluation looks at; None for all.
         evaluations: how often, beside the start.
     """
 
@@ -51,13 +51,13 @@ _DESK = (
     Subject("mnist", 5 * _EPOCH["mnist"], examples=10_000),
     Subject("mnist-logistic", 5 * _EPOCH["mnist"], examples=10_000),
     Subject("mnist-autoencoder", 2 * _EPOCH["mnist"], examples=2_000),
-    Subject("text", 1000, examples=1_000),
+    Subject("text", 1000, examples=300),
     Subject("quadratic", 2000),
     Subject("rosenbrock", 1500),
 )
 _LARGE = (
-    Subject("cifar10-cnn", 12 * _EPOCH["cifar10"], examples=5_000, evaluations=24),
-    Subject("cifar10-resnet32", 6 * _EPOCH["cifar10"], examples=5_000, evaluations=24),
+    Subject("cifar10-cnn", 12 * _EPOCH["cifar10"], examples=10_000, evaluations=24),
+    Subject("cifar10-resnet32", 6 * _EPOCH["cifar10"], examples=10_000, evaluations=24),
     Subject("text-large", 1500, examples=1_000, evaluations=25),
 )
 SUBJECTS: dict[str, tuple[Subject, ...]] = {
