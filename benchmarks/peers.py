@@ -23,9 +23,10 @@ import optax
 from optax.experimental import aggregating
 
 import meka
-from benchmarks import networks, timing
+from benchmarks import networks
 from benchmarks.step_cost import say
 from meka import tree
+from meka.lab import timing
 
 PyTree = Any
 

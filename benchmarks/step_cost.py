@@ -6,7 +6,7 @@
     python -m benchmarks.step_cost --grow batch             # 32 ... 1024 examples
     python -m benchmarks.step_cost --grow width             # wider and wider MLPs
 
-All settings take turns (benchmarks/timing.py); a ratio is the median over rounds of
+All settings take turns (meka/lab/timing.py); a ratio is the median over rounds of
 the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
 call holds at once: arguments, results and work space. On a GPU a call is a compiled
 loop of steps, as in training, so that the host's dispatch is not measured.
@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import optax
 
 import meka
-from benchmarks import networks, timing
+from benchmarks import networks
+from meka.lab import timing
 
 PyTree = Any
 PAPER = {  # seconds a step as multiples of SGD's (its table 2): fixed, adaptive

@@ -42,7 +42,7 @@ package = types.ModuleType("meka")
 package.__path__ = [sys.argv[1]]
 sys.modules["meka"] = package
 import meka.lab.data, meka.lab.workloads
-assert len(meka.lab.workloads.WORKLOADS) == 6
+assert len(meka.lab.workloads.WORKLOADS) == 11
 heavy = {"jax", "equinox", "optax", "pooch", "requests"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -55,14 +55,19 @@ def test_names() -> None:
         "quadratic",
         "rosenbrock",
         "digits",
+        "digits-noisy",
         "mnist",
+        "mnist-logistic",
+        "mnist-autoencoder",
+        "text",
+        "text-large",
         "cifar10-cnn",
         "cifar10-resnet32",
     ]
     assert all(workloads.WORKLOADS.values())
 
 
-@pytest.mark.parametrize("name", ["quadratic", "rosenbrock", "digits"])
+@pytest.mark.parametrize("name", ["quadratic", "rosenbrock", "digits", "digits-noisy"])
 def test_offline_workloads_pass_their_checks(name: str) -> None:
     workload = workloads.load(name)
     assert workload.name == name

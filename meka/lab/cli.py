@@ -53,6 +53,8 @@ class Train:
     """The shape of the step size over the run."""
     batch_size: int | None = None
     eval_every: int = 100
+    eval_examples: int | None = None
+    """How many of each set an evaluation looks at; by default all."""
     checkpoint_every: int = 1000
     max_rejected: int = 25
     """Stop after this many rejected steps in a row."""
@@ -91,6 +93,7 @@ class Train:
                 schedule=self.schedule,
                 options=_options(self.option),
                 eval_every=self.eval_every,
+                eval_examples=self.eval_examples,
                 checkpoint_every=self.checkpoint_every,
                 max_rejected=self.max_rejected,
                 average=self.average,

@@ -21,9 +21,11 @@ _AT_LEAST_ONE = (
     "seeds",
     "batch_size",
     "eval_every",
+    "eval_examples",
     "checkpoint_every",
     "max_rejected",
 )
+_MAY_BE_NONE = ("batch_size", "eval_examples")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class RunConfig:
         schedule: a name of `meka.lab.optimizers.SCHEDULES`; None for the optimizer's.
         options: further options of the optimizer.
         eval_every: steps between evaluations.
+        eval_examples: how many of each set an evaluation looks at; None for all.
         checkpoint_every: steps between checkpoints.
         data_dir: folder of the data; None for the cache.
         average: also keep and evaluate an average of the iterates.
@@ -57,6 +60,7 @@ class RunConfig:
     schedule: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     eval_every: int = 100
+    eval_examples: int | None = None
     checkpoint_every: int = 1000
     data_dir: str | None = None
     average: bool = False
@@ -71,7 +75,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 _expect(name, getattr(self, name), str, "text")
         for name in _AT_LEAST_ONE:
-            if name != "batch_size" or self.batch_size is not None:
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
                 _expect_integer(name, getattr(self, name), at_least=1)
         _expect("average", self.average, bool, "true or false")
         _expect_integer("seed", self.seed, at_least=0)

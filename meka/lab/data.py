@@ -36,6 +36,7 @@ __all__ = [
     "check_labels",
     "fetch",
     "load",
+    "mislabelled",
     "verify",
 ]
 
@@ -48,6 +49,7 @@ DIGITS = File(
     "1144d4003c39a84471483055ad053b18c279ac620335dc9951f06fd3b59bc791",
 )
 DIGITS_TRAIN = 1500
+_WRONG_SEED = 20  # of the labels that are made wrong: the same ones every time
 CIFAR_RECORD = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -101,6 +103,17 @@ def verify(name: str, folder: Path | str | None = None) -> list[Check]:
     if name == "digits":
         return [files.check(_embedded(), DIGITS)]
     return files.verify(name, folder)
+
+
+def mislabelled(labels: np.ndarray, share: float, classes: int) -> np.ndarray:
+    """Copy labels with this share of them, the same ones every time, made wrong."""
+    rng = np.random.default_rng(_WRONG_SEED)
+    rows = rng.permutation(len(labels))[: round(share * len(labels))]
+    wrong = labels.copy()
+    # Any of the other classes, each as likely.
+    shift = rng.integers(1, classes, len(rows)).astype(labels.dtype)
+    wrong[rows] = (labels[rows] + shift) % classes
+    return wrong
 
 
 def check_labels(labels: Any, classes: int, where: str = "labels") -> None:

@@ -55,8 +55,13 @@ class Loop:
         seeds: int = 1,
         batch_size: int | None = None,
         average: bool = False,
+        eval_examples: int | None = None,
     ):
-        """Lay the data out on the device; nothing is compiled yet."""
+        """Lay the data out on the device; nothing is compiled yet.
+
+        With ``eval_examples``, so many examples, evenly spaced, stand for the training
+        and for the test set where losses are evaluated.
+        """
         self.workload, self.method = workload, method
         self.seeds = [seed + k for k in range(seeds)]
         self.batch_size = batch_size or workload.batch_size
@@ -89,7 +94,7 @@ class Loop:
             jax.grad(lambda params, batch: jnp.sum(workload.losses(params, batch)))
         )
         self._evaluated = jax.jit(jax.vmap(method.evaluate))
-        self._evaluator = _Evaluator(workload, self._scan)
+        self._evaluator = _Evaluator(workload, self._scan, eval_examples)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -305,16 +310,15 @@ class Loop:
 class _Evaluator:
     """Mean losses and accuracy over the data, a slice at a time, for stacked seeds."""
 
-    def __init__(self, workload: Workload, fast: bool):
+    def __init__(self, workload: Workload, fast: bool, examples: int | None):
         self._workload = workload
         self._sets: dict[str, tuple[PyTree, int]] = {}
         if workload.data is not None:
-            rows = len(jax.tree.leaves(workload.data.train)[0])
-            rows = rows if fast else min(rows, _EXAMPLES_ON_CPU)
-            train = jax.tree.map(lambda x: jnp.asarray(x[:rows]), workload.data.train)
-            test_rows = len(jax.tree.leaves(workload.data.test)[0])
-            test = jax.tree.map(jnp.asarray, workload.data.test)
-            self._sets = {"train": (train, rows), "test": (test, test_rows)}
+            most = None if fast else _EXAMPLES_ON_CPU
+            self._sets = {
+                "train": _some(workload.data.train, most, examples),
+                "test": _some(workload.data.test, None, examples),
+            }
         elif workload.objective is None:
             # Endless data, and no formula: a fixed sample stands for all of it.
             assert workload.draw is not None
@@ -341,6 +345,16 @@ class _Evaluator:
         if self._workload.correct is not None:
             sums["accuracy"] = jnp.sum(self._workload.correct(params, batch) * 1.0)
         return sums
+
+
+def _some(data: PyTree, first: int | None, spaced: int | None) -> tuple[PyTree, int]:
+    """The first examples, or so many evenly spaced ones if they are fewer; how many."""
+    rows = len(jax.tree.leaves(data)[0])
+    count = rows if first is None else min(rows, first)
+    picked: Any = slice(count)
+    if spaced is not None and spaced < count:
+        count, picked = spaced, np.linspace(0, rows - 1, spaced).astype(np.int32)
+    return jax.tree.map(lambda x: jnp.asarray(x[picked]), data), count
 
 
 def _slices(data: PyTree, rows: int):

@@ -173,6 +173,56 @@ def cnn_3c3d(key: jax.Array, classes: int = 10) -> CNN3c3d:
     )
 
 
+class Autoencoder(eqx.Module):
+    """Two convolutions down to a short code, two up again, by sub-pixels."""
+
+    down: tuple[Conv, Conv]
+    encode: Dense
+    decode: Dense
+    up: tuple[Conv, Conv]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map pixels (n, 784) to pixels in (0, 1)."""
+        n = x.shape[0]
+        x = x.reshape(n, 28, 28, 1)
+        for convolution in self.down:
+            x = jax.nn.relu(convolution(x))
+        shape = x.shape
+        x = self.decode(self.encode(x.reshape(n, -1)))
+        x = jax.nn.relu(x).reshape(shape)
+        first, second = self.up
+        x = _widen(second(jax.nn.relu(_widen(first(x)))))
+        return jax.nn.sigmoid(x.reshape(n, -1))
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Four channels become the four pixels of a square (Shi et al., 2016)."""
+    n, height, width, channels = x.shape
+    x = x.reshape(n, height, width, 2, 2, channels // 4)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, 2 * height, 2 * width, -1)
+
+
+def autoencoder(key: jax.Array, *, width: int = 8, code: int = 16) -> Autoencoder:
+    """Build an autoencoder for 28x28 images: 28 -> 14 -> 7 pixels a side, a code, back.
+
+    Kernels and weights Glorot-uniform, biases zero.
+    """
+    keys = jax.random.split(key, 6)
+    init, wide = initializers.glorot_uniform(), 2 * width
+    return Autoencoder(
+        down=(
+            Conv(keys[0], (3, 3, 1, width), init, stride=2),
+            Conv(keys[1], (3, 3, width, wide), init, stride=2),
+        ),
+        encode=Dense(keys[2], 7 * 7 * wide, code),
+        decode=Dense(keys[3], code, 7 * 7 * wide),
+        up=(
+            Conv(keys[4], (3, 3, wide, 4 * width), init),
+            Conv(keys[5], (3, 3, width, 4), init),
+        ),
+    )
+
+
 class PreactivationBlock(eqx.Module):
     """x + conv(relu(norm(conv(relu(norm(x)))))) (He et al., 2016, "Identity mappings").
 

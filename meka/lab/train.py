@@ -139,6 +139,7 @@ def make_loop(config: RunConfig, workload: workloads.Workload) -> Loop:
         seeds=config.seeds,
         batch_size=config.batch_size,
         average=config.average,
+        eval_examples=config.eval_examples,
     )
 
 

@@ -1,6 +1,6 @@
 """Workloads: what to train, as one small record, by name or from a user's file.
 
-To add one here, write a function under `@_named(...)` that returns a `Workload`.
+Those with a name are in `meka.lab.catalogue`.
 To bring your own, put a `Workload` (or a function of no arguments that returns one)
 in a Python file and name it `my_model.py:workload`.
 
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meka.lab import catalogue
+
 if TYPE_CHECKING:
     import jax
 
     from meka.lab.data import Data
-    from meka.lab.problems import Problem
 
 BATCH_SIZE = 128
 
@@ -63,21 +64,10 @@ class Workload:
     """How many classes the labels of `data` number, if they do."""
 
 
-Builder = Callable[[Path | str | None], Workload]
-
-WORKLOADS: dict[str, str] = {}
+WORKLOADS: dict[str, str] = {
+    name: named.summary for name, named in catalogue.NAMED.items()
+}
 """The names, each with a line that says what it is."""
-
-_BUILDERS: dict[str, Builder] = {}
-
-
-def _named(name: str, summary: str) -> Callable[[Builder], Builder]:
-    def register(build: Builder) -> Builder:
-        WORKLOADS[name] = summary
-        _BUILDERS[name] = build
-        return build
-
-    return register
 
 
 def load(workload: str, data_dir: Path | str | None = None, **changes: Any) -> Workload:
@@ -90,8 +80,8 @@ def load(workload: str, data_dir: Path | str | None = None, **changes: Any) -> W
         raise WorkloadError(f"a workload has no field {', '.join(sorted(unknown))}")
     if changes.get("augment") is False:
         changes["augment"] = None
-    if workload in _BUILDERS:
-        built = _BUILDERS[workload](data_dir)
+    if workload in catalogue.NAMED:
+        built = catalogue.NAMED[workload].build(data_dir)
     elif ".py" in workload:
         built = _from_file(workload)
     else:
@@ -119,22 +109,10 @@ def classifier(
     `build(key)` returns the model; the model maps a batch of inputs to logits
     (n, classes). Its arrays are the parameters, whatever else it holds is fixed.
     """
-    import equinox as eqx
-    import jax
     import jax.numpy as jnp
     import optax
 
-    def is_shape(leaf: Any) -> bool:
-        return isinstance(leaf, jax.ShapeDtypeStruct)
-
-    skeleton = eqx.filter_eval_shape(build, jax.random.key(0))
-    fixed = eqx.filter(skeleton, is_shape, inverse=True)
-
-    def init(key: jax.Array) -> Any:
-        return eqx.filter(build(key), eqx.is_array)
-
-    def logits(params: Any, inputs: jax.Array) -> jax.Array:
-        return eqx.combine(params, fixed)(inputs)
+    init, logits = functional(build)
 
     def losses(params: Any, batch: Any) -> jax.Array:
         inputs, labels = batch
@@ -161,6 +139,31 @@ def classifier(
         scan=scan,
         classes=classes,
     )
+
+
+def functional(
+    build: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
+) -> tuple[Callable[[jax.Array], Any], Callable[[Any, jax.Array], jax.Array]]:
+    """Split an equinox model into key -> params and (params, inputs) -> outputs.
+
+    Its arrays are the parameters, whatever else it holds is fixed.
+    """
+    import equinox as eqx
+    import jax
+
+    def is_shape(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    skeleton = eqx.filter_eval_shape(build, jax.random.key(0))
+    fixed = eqx.filter(skeleton, is_shape, inverse=True)
+
+    def init(key: jax.Array) -> Any:
+        return eqx.filter(build(key), eqx.is_array)
+
+    def apply(params: Any, inputs: jax.Array) -> jax.Array:
+        return eqx.combine(params, fixed)(inputs)
+
+    return init, apply
 
 
 def check(workload: Workload) -> None:
@@ -254,86 +257,6 @@ def _sample(workload: Workload, key: jax.Array, rows: int) -> Any:
         return workload.draw(key, rows)
     assert workload.data is not None  # _check_fields saw to it
     return tuple(jnp.asarray(part[:rows]) for part in workload.data.train)
-
-
-@_named("quadratic", "noisy quadratic, 20 dimensions, condition number 2000")
-def _quadratic(data_dir: Path | str | None) -> Workload:
-    from meka.lab import problems
-
-    return _problem("quadratic", problems.noisy_quadratic(), steps=3000)
-
-
-@_named("rosenbrock", "stochastic Rosenbrock valley, 2 dimensions")
-def _rosenbrock(data_dir: Path | str | None) -> Workload:
-    from meka.lab import problems
-
-    return _problem("rosenbrock", problems.rosenbrock(), steps=2000)
-
-
-@_named("digits", "8x8 digits (part of the package), MLP 64-100-10")
-def _digits(data_dir: Path | str | None) -> Workload:
-    from meka.lab import data, models
-
-    return classifier(
-        "digits",
-        lambda key: models.mlp(key, (64, 100, 10)),
-        data.load("digits"),
-        steps=1000,
-    )
-
-
-@_named("mnist", "MNIST, MLP 784-100-10, 8 epochs")
-def _mnist(data_dir: Path | str | None) -> Workload:
-    from meka.lab import data, models
-
-    return classifier("mnist", models.mlp, data.load("mnist", data_dir), epochs=8)
-
-
-@_named("cifar10-cnn", "CIFAR-10, DeepOBS's 3c3d, crops and flips, 12 epochs")
-def _cifar10_cnn(data_dir: Path | str | None) -> Workload:
-    from meka.lab import data, models
-
-    return classifier(
-        "cifar10-cnn",
-        models.cnn_3c3d,
-        data.load("cifar10", data_dir),
-        epochs=12,
-        augment=_crop_and_flip,
-        scan=False,
-    )
-
-
-@_named("cifar10-resnet32", "CIFAR-10, ResNet-32, crops and flips, 6 epochs")
-def _cifar10_resnet32(data_dir: Path | str | None) -> Workload:
-    from meka.lab import data, models
-
-    return classifier(
-        "cifar10-resnet32",
-        models.resnet32,
-        data.load("cifar10", data_dir),
-        epochs=6,
-        augment=_crop_and_flip,
-        scan=False,
-    )
-
-
-def _problem(name: str, problem: Problem, steps: int) -> Workload:
-    return Workload(
-        name,
-        lambda key: problem.start,
-        problem.losses,
-        BATCH_SIZE,
-        steps,
-        draw=problem.draw,
-        objective=problem.objective,
-    )
-
-
-def _crop_and_flip(key: jax.Array, batch: Any) -> Any:
-    from meka.lab.augment import crop_and_flip
-
-    images, labels = batch
-    return crop_and_flip(key, images), labels
 
 
 def _from_file(spec: str) -> Workload:

@@ -50,9 +50,14 @@ def interleave(
     rounds: int = 30,
     warm_up: int = 3,
     burst_seconds: float = 0.05,
+    limit_seconds: float = float("inf"),
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Time all contestants; their ``seconds`` hold one figure a round."""
+    """Time all contestants; their ``seconds`` hold one figure a round.
+
+    After ``limit_seconds`` no further round begins, once there are five.
+    """
+    began = time.perf_counter()
     order = list(contestants)
     dice = random.Random(0)
     for each in order:
@@ -68,6 +73,8 @@ def interleave(
             if number >= 0:
                 each.seconds.append(seconds)
         progress(number + 1)
+        if number >= 4 and time.perf_counter() - began > limit_seconds:
+            break
 
 
 def summary(each: Contestant, base: Contestant) -> dict[str, float]:
