@@ -24,13 +24,20 @@ class Average(NamedTuple):
         total = jax.tree.map(jnp.zeros_like, entry)
         return cls(total, jnp.zeros((), scalar_dtype(entry)))
 
-    def add(self, entry: PyTree, decay: float, seen: Array | bool = True) -> "Average":
+    def add(
+        self,
+        entry: PyTree,
+        decay: float,
+        seen: Array | bool = True,
+        restart: Array | bool = False,
+    ) -> "Average":
         """The average after one more entry.
 
         Where nothing was seen the mean stays and only ages, so that what comes next
-        weighs as much as if the same had been seen all along.
+        weighs as much as if the same had been seen all along. With ``restart`` all
+        that came before is forgotten.
         """
-        keep = jnp.asarray(decay, self.weight.dtype)
+        keep = jnp.where(restart, 0, decay).astype(self.weight.dtype)
         fresh = jnp.where(seen, 1 - decay, 0).astype(self.weight.dtype)
         total = jax.tree.map(
             lambda t, x: keep.astype(t.dtype) * t + fresh.astype(t.dtype) * x,

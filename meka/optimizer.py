@@ -19,6 +19,7 @@ from meka.gaussian import (
 )
 from meka.improvement import ImprovementModel, Rule, probability_of_improvement
 from meka.observation import Observation
+from meka.overshoot import ends, forget, second_thoughts
 from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
@@ -100,7 +101,14 @@ def scale_by_meka(
             spread=slope_variance
             + quadratic_form(change.variance, displacement, moved) / 4,
         )
-        gradient, gain = correct(predicted, g)
+        last = ends(
+            path,
+            along,
+            noise=tree.size(g.mean)
+            * (average_variance(known, g.mean) + average_variance(g.variance, g.mean)),
+            change_noise=tree.size(g.mean) * average_variance(change.variance, g.mean),
+        )
+        gradient, gain = correct(forget(predicted, last.strayed), g)
 
         # Aim.
         heading = direction(gradient)
@@ -117,10 +125,10 @@ def scale_by_meka(
             state.direction_norm,
             _per_square(slope_variance, path.length),
         )
-        seen = probe(scene)
+        seen = second_thoughts(probe(scene), last, scene, heading_norm)
         sixth = _third_order(third_order, model_error, path.length, heading_norm)
         average, model = _average_model(
-            state, seen, scene, value, sixth, heading_norm, model_decay
+            state, seen, scene, value, sixth, heading_norm, model_decay, last.overshot
         )
 
         # Step.
@@ -154,6 +162,7 @@ def scale_by_meka(
             suspect=jnp.full((), -1, jnp.int32),
             accepted=jnp.ones((), bool),
             rejected=state.info.rejected,
+            overshot=state.info.overshot + last.overshot,
             **scalars,
         )
         new = State(
@@ -219,6 +228,7 @@ def _average_model(
     third_order: Array,
     heading_norm: Array,
     decay: float,
+    restart: Array,
 ) -> tuple[Average, ImprovementModel]:
     """Average the improvement model over time, and fill what was not seen.
 
@@ -236,7 +246,7 @@ def _average_model(
         third_order,
         (),
     )
-    average = state.model.add(fresh, decay, seen.seen)
+    average = state.model.add(fresh, decay, seen.seen, restart)
     model = average.mean
     if seen.seen is not True:
         unseen = model._replace(

@@ -45,6 +45,7 @@ class Info(NamedTuple):
     suspect: Array  # example with a non-finite loss in the last rejected step, or -1
     accepted: Array  # whether this step was taken
     rejected: Array  # how many were not, so far
+    overshot: Array  # how many went so far that the averaged model began anew
 
 
 class Held(NamedTuple):
@@ -93,6 +94,7 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         "suspect": jnp.full((), -1, jnp.int32),
         "accepted": jnp.zeros((), bool),
         "rejected": count,
+        "overshot": count,
     }
     info = Info(**{**dict.fromkeys(Info._fields, zero), **others})
     state = State(
