@@ -124,7 +124,7 @@ def _mnist_autoencoder(data_dir: Path | str | None) -> Workload:
         init,
         losses,
         batch_size=64,
-        steps=1000,
+        steps=600,
         data=images,
         scan=False,
     )

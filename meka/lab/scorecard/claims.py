@@ -50,8 +50,8 @@ def _as_good_as_tuned(card: Card, auto: Row | None) -> list[Check]:
     each = []
     for workload in _DESK:
         says = (
-            "ends no worse than the best-of-grid Adam on the test metric, within one "
-            "standard deviation over seeds of the difference"
+            "test metric no worse, within one standard deviation over seeds of the "
+            "difference"
         )
         gap = None if auto is None else difference(card, auto, workload)
         if gap is None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meka.lab.scorecard.plan import Run
 
 _BROKEN = 1  # exit code where a run could not be made
+_TIMED = 60.0  # seconds a workload
 _STANDARD = {"scale": "desk", "seeds": None, "steps_scale": 1.0}
 
 
@@ -103,7 +104,8 @@ def make(asked: Scorecard, say: Callable[[str], None]) -> int:
                 keep=keep,
             )
         if asked.timing or everything:
-            runner.time_steps(planned, found["times"], asked.out, say=say)
+            limit = 1.0 if settings["scale"] == "smoke" else _TIMED
+            runner.time_steps(planned, found["times"], asked.out, say=say, limit=limit)
     except runner.Stopped as stopped:
         say(f"{stopped}; what is finished is kept, the same command goes on")
         return stopped.exit_code

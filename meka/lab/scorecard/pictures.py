@@ -175,8 +175,7 @@ def _heat(card: Card, unit: str) -> Any:
     figure, axis = plt.subplots(
         figsize=(3.2 + 1.05 * len(names), 1.6 + 0.29 * len(rows)), layout="constrained"
     )
-    colors = plt.get_cmap("YlGnBu").copy()
-    colors.set_bad("#ffffff")
+    colors = plt.get_cmap("YlGnBu").with_extremes(bad="#ffffff")
     shown = np.full((len(rows), len(names)), np.nan)
     for i, row in enumerate(rows):
         for j, name in enumerate(names):
