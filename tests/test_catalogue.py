@@ -25,8 +25,8 @@ def strokes(monkeypatch: pytest.MonkeyPatch) -> Data:
     for image, label in zip(images, labels, strict=True):
         row, column = 4 * (label // 4) + 4, 5 * (label % 4) + 3
         image[row : row + 8, column : column + 6] = rng.uniform(0.7, 1)
-    batch = images.reshape(400, 784), labels
-    made = Data(tuple(x[:300] for x in batch), tuple(x[300:] for x in batch))
+    pixels = images.reshape(400, 784)
+    made = Data((pixels[:300], labels[:300]), (pixels[300:], labels[300:]))
     monkeypatch.setattr(data, "load", lambda name, folder=None: made)
     return made
 

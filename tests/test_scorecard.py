@@ -82,12 +82,17 @@ def test_a_step_that_costs_twice_as_much_must_earn_it():
     assert found.scores("seconds")[tuned] == pytest.approx(1.0)
 
 
+def rate(record: records.Record | None) -> float:
+    assert record is not None
+    return record["learning_rate"]
+
+
 def test_the_target_is_the_worst_seed_of_the_rate_with_the_best_median():
     best = [[4, 4], [3, 3], [2, 2], [1, 1], [0.4, 0.6]]
     found = Card(card(*grid("digits", loss=best)))
     assert found.target("digits") == 0.6
     tuned = Row("adam", tuned=True)
-    assert found.record(tuned, "digits")["learning_rate"] == 0.01
+    assert rate(found.record(tuned, "digits")) == 0.01
     assert found.steps(tuned, "digits") == 40  # it reaches its own target in all seeds
 
 
@@ -102,7 +107,7 @@ def test_the_test_metric_has_its_own_target_and_its_own_best_rate():
     assert found.metric("digits") == "test_accuracy"
     assert found.target("digits") == 0.5
     assert found.target("digits", METRIC) == pytest.approx(0.05)
-    assert found.record(Row("adam", True), "digits", METRIC)["learning_rate"] == 0.1
+    assert rate(found.record(Row("adam", True), "digits", METRIC)) == 0.1
     assert found.steps(Row("meka"), "digits", METRIC) == 10
     assert found.steps(Row("meka"), "digits") == INF
 
@@ -144,14 +149,18 @@ def test_a_run_that_stopped_early_ends_nowhere():
         "curves": {"train_loss": own["curves"]["train_loss"][:3]},
     }
     found = Card(card(*grid("digits"), own))
-    assert np.isinf(found.final(Row("meka"), "digits")).all()
+    final = found.final(Row("meka"), "digits")
+    assert final is not None
+    assert np.isinf(final).all()
 
 
 def test_numbers_that_are_not_finite_reach_no_target():
     own = run("digits", "meka", (4, np.nan, INF, 1, np.nan))
     found = Card(card(*grid("digits"), own))
     assert found.steps(Row("meka"), "digits") == INF
-    assert np.isinf(found.final(Row("meka"), "digits")).all()
+    final = found.final(Row("meka"), "digits")
+    assert final is not None
+    assert np.isinf(final).all()
 
 
 # The plan -----------------------------------------------------------------------------
@@ -268,7 +277,9 @@ def test_no_worse_is_within_one_deviation_of_the_difference(auto):
     for word, end in ends.items():
         own = run("digits", "auto", [[4, 4], [3, 3], [2, 2], [1, 1], end])
         found = Card(card(*grid("digits"), own))
-        mean, deviation = claims.difference(found, Row("auto"), "digits")
+        gap = claims.difference(found, Row("auto"), "digits")
+        assert gap is not None
+        mean, deviation = gap
         assert deviation == pytest.approx(np.std(end, ddof=1))
         check = verdict(card(*grid("digits"), own), "digits")
         assert check.holds == (word == "close"), (mean, deviation)
