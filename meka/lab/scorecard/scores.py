@@ -6,8 +6,8 @@ the profile ρ(τ) is the share of workloads where the ratio is at most τ; the 
 the area under it from 1 to 4, over 3, so that it lies between 0 and 1. An entry that
 never reaches the target has an infinite ratio.
 
-Two things differ. AlgoPerf integrates 100 points by trapezoids; the profile is a step
-function, whose area is exact here. And its targets are given; ours are Adam's own.
+AlgoPerf integrates 100 points by trapezoids; the profile is a step function, whose area
+is exact here. What else differs is in docs/scorecard.md.
 """
 
 from __future__ import annotations
