@@ -420,6 +420,12 @@ def test_without_adam_s_grid_there_is_nothing_to_score(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_runs_that_did_not_see_the_same_data_are_found():
+    other = run("digits", "meka", (4.1, 3, 2, 1, 1))
+    assert Card(card(*grid("digits"), *grid("text"), other)).unlike() == ["digits"]
+    assert Card(card(*grid("digits"), run("digits", "meka", (4,) * 5))).unlike() == []
+
+
 def test_records_of_an_optimizer_that_is_gone_are_left_out():
     assert cards.Card(card(*grid("digits"), run("digits", "gone", (4,) * 5))).rows == [
         Row("adam"),

@@ -16,6 +16,7 @@ from meka.lab.scorecard.records import Record, key
 
 OURS = ("auto", "meka", "adameka")
 """What begins the name of an optimizer of this library."""
+_START = 1e-3  # within which the losses of all runs agree before the first step
 
 
 class View(NamedTuple):
@@ -191,6 +192,22 @@ class Card:
     def incomplete(self, row: Row) -> list[str]:
         """The workloads on which a row was not run."""
         return [w for w in self.workloads if self.record(row, w) is None]
+
+    def unlike(self) -> list[str]:
+        """Workloads whose runs began at different losses: their data were not the same.
+
+        As when the text came from two versions of Python.
+        """
+        found = []
+        for workload in self.workloads:
+            starts = [
+                self.curve(record, PLAIN)[0]
+                for (own, _), record in self._records.items()
+                if own == workload and record["step"]
+            ]
+            if starts and not np.allclose(starts, starts[0], rtol=_START):
+                found.append(workload)
+        return found
 
     def _grid(self, optimizer: str, workload: str) -> list[Record]:
         names = [f"{optimizer}-{rate:g}" for rate in TABLE[optimizer].grid]

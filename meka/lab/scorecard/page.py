@@ -88,7 +88,7 @@ def _page(
         shortened=""
         if shorter == 1
         else f" <strong>Every run has {shorter:g} times its usual length.</strong>",
-        caution=_SMOKE if scale == "smoke" else "",
+        caution=(_SMOKE if scale == "smoke" else "") + _unlike(card),
         scores=sheet.table(tables.SCORE_HEAD, tables.score_rows(summary)),
         profiles=_pictures(drawn, "profiles"),
         heat=_pictures(drawn, "ratios_steps", "ratios_seconds"),
@@ -98,6 +98,16 @@ def _page(
         workloads="".join(_workload(summary, name) for name in summary["workloads"]),
         failures=sheet.table(("workload", "optimizer", "why"), _failures(card)),
         made=_made(records),
+    )
+
+
+def _unlike(card: Card) -> str:
+    names = ", ".join(card.unlike())
+    if not names:
+        return ""
+    return (
+        f" <strong>Not all runs of {html.escape(names)} saw the same data: they began "
+        "at different losses, so they cannot be compared.</strong>"
     )
 
 
