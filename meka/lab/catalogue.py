@@ -105,7 +105,7 @@ def _mnist_logistic(data_dir: Path | str | None) -> Workload:
     )
 
 
-@_named("mnist-autoencoder", "MNIST, small convolutional autoencoder, 2 epochs")
+@_named("mnist-autoencoder", "MNIST, small convolutional autoencoder, batch 64")
 def _mnist_autoencoder(data_dir: Path | str | None) -> Workload:
     import jax.numpy as jnp
 
@@ -123,8 +123,8 @@ def _mnist_autoencoder(data_dir: Path | str | None) -> Workload:
         "mnist-autoencoder",
         init,
         losses,
-        workloads.BATCH_SIZE,
-        2 * (len(images.train[0]) // workloads.BATCH_SIZE),
+        batch_size=64,
+        steps=600,
         data=images,
         scan=False,
     )
@@ -135,7 +135,7 @@ def _text(data_dir: Path | str | None) -> Workload:
     from meka.lab import text
 
     size = {"width": 32, "depth": 2, "heads": 2}
-    return _language("text", text.SMALL, batch_size=16, steps=1000, **size)
+    return _language("text", text.SMALL, batch_size=8, steps=1000, **size)
 
 
 @_named("text-large", "more of those sources, transformer of ten million parameters")
@@ -143,7 +143,7 @@ def _text_large(data_dir: Path | str | None) -> Workload:
     from meka.lab import text
 
     size = {"width": 320, "depth": 8, "heads": 5}
-    return _language("text-large", text.LARGE, batch_size=64, steps=3000, **size)
+    return _language("text-large", text.LARGE, batch_size=64, steps=1500, **size)
 
 
 @_named("cifar10-cnn", "CIFAR-10, DeepOBS's 3c3d, crops and flips, 12 epochs")

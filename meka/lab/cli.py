@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from meka.lab.scorecard.command import Scorecard
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -464,6 +466,7 @@ _Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Watch, tyro.conf.subcommand("watch")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Scorecard, tyro.conf.subcommand("scorecard")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Optimizers, tyro.conf.subcommand("optimizers")]
     | Annotated[Workloads, tyro.conf.subcommand("workloads")]

@@ -182,7 +182,10 @@ class Autoencoder(eqx.Module):
     up: tuple[Conv, Conv]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map pixels (n, 784) to pixels in (0, 1)."""
+        """Map pixels (n, 784) to pixels.
+
+        No sigmoid: with the squared error it stops learning once all is black.
+        """
         n = x.shape[0]
         x = x.reshape(n, 28, 28, 1)
         for convolution in self.down:
@@ -192,7 +195,7 @@ class Autoencoder(eqx.Module):
         x = jax.nn.relu(x).reshape(shape)
         first, second = self.up
         x = _widen(second(jax.nn.relu(_widen(first(x)))))
-        return jax.nn.sigmoid(x.reshape(n, -1))
+        return x.reshape(n, -1)
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -85,12 +85,12 @@ def save(draw: Callable[[Any], Figure], data: Any, folder: Path) -> None:
     """Draw, and write figure.png and figure.svg."""
     with plt.rc_context(cast(Any, STYLE)):
         figure = draw(data)
-        _save_small(figure, folder / "figure.png")
+        save_small(figure, folder / "figure.png")
         figure.savefig(folder / "figure.svg", metadata={"Date": None})
     plt.close(figure)
 
 
-def _save_small(figure: Figure, path: Path) -> None:
+def save_small(figure: Figure, path: Path) -> None:
     """A PNG of 256 colours: half the size, and looks the same."""
     content = io.BytesIO()
     figure.savefig(content, dpi=110)

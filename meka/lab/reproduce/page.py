@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from pathlib import Path
 from typing import Any
 
+from meka.lab import sheet
 from meka.lab.checkpoint import replace_file
 from meka.lab.reproduce import setting as files
 from meka.lab.reproduce.table import TABLE, Experiment
 from meka.lab.reproduce.verdict import Verdict, from_dict
-
-_STYLE = """
-:root { color-scheme: light dark; --ok: #1a7f37; --no: #c0362c; --line: #8884;
-  --soft: #8881; --link: #0b62b8; }
-@media (prefers-color-scheme: dark) { :root { --ok: #4cc26a; --no: #ff7b72;
-  --link: #79b8ff; } }
-* { box-sizing: border-box; }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 0 auto;
-  padding: 1rem; overflow-wrap: break-word; }
-a { color: var(--link); }
-h1 { line-height: 1.2; } h2 { margin: 0; font-size: 1.25rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .95rem; }
-th, td { padding: .35rem .6rem; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--line); }
-section { border-top: 2px solid var(--line); padding-top: 1.2rem; margin-top: 2rem; }
-.paper { opacity: .75; margin: .1rem 0 .8rem; }
-blockquote { margin: 0 0 1rem; padding: .5rem .9rem; background: var(--soft);
-  border-left: 4px solid var(--line); }
-.holds { color: var(--ok); font-weight: 700; white-space: nowrap; }
-.fails { color: var(--no); font-weight: 700; white-space: nowrap; }
-figure { margin: 1rem 0; }
-img { display: block; width: 100%; height: auto; background: white;
-  border-radius: 6px; }
-figure a { display: block; overflow-x: auto; }
-.reason { border-left: 4px solid var(--no); padding: .3rem .9rem; margin: .8rem 0; }
-.small { font-size: .88rem; opacity: .8; }
-summary { cursor: pointer; }
-@media (max-width: 40rem) { figure img { width: auto; max-width: none;
-  height: 17rem; } figure.tall img { height: 30rem; } }
-"""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -92,7 +61,7 @@ def write(out: Path, command: str) -> Path:
     held = sum(verdict.holds for _, _, verdict in found)
     scales = dict.fromkeys(record["scale"] for _, record, _ in found)
     text = _PAGE.format(
-        style=_STYLE,
+        style=sheet.STYLE,
         scale=html.escape(", ".join(scales)),
         caution=_SMOKE if "smoke" in scales else "",
         common=html.escape(_COMMON),
@@ -112,16 +81,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], Verdict]:
     return record, from_dict(files.read(folder / "verdict.json"))
 
 
-def _word(holds: bool, yes: str = "holds", no: str = "does not hold") -> str:
-    kind, word = ("holds", yes) if holds else ("fails", no)
-    return f'<span class="{kind}">{word}</span>'
-
-
 def _row(experiment: Experiment, record: dict[str, Any], verdict: Verdict) -> str:
     passed = sum(check.holds for check in verdict.checks)
     return (
         f'<tr><td><a href="#{experiment.name}">{experiment.name}</a></td>'
-        f"<td>{html.escape(experiment.paper)}</td><td>{_word(verdict.holds)}</td>"
+        f"<td>{html.escape(experiment.paper)}</td><td>{sheet.word(verdict.holds)}</td>"
         f"<td>{passed} of {len(verdict.checks)}</td></tr>"
     )
 
@@ -129,12 +93,6 @@ def _row(experiment: Experiment, record: dict[str, Any], verdict: Verdict) -> st
 def _section(
     out: Path, experiment: Experiment, record: dict[str, Any], verdict: Verdict
 ) -> str:
-    checks = "".join(
-        f"<tr><td>{_word(check.holds, 'yes', 'no')}</td><td>{html.escape(check.name)}"
-        f"<br><span class=small>{html.escape(check.says)}</span></td>"
-        f"<td>{html.escape(check.found)}</td></tr>"
-        for check in verdict.checks
-    )
     reasons = "".join(
         f'<div class="reason"><strong>Why not: {html.escape(reason.check)}</strong> '
         f"({'tested' if reason.tested else 'a reading, not tested'}). "
@@ -154,14 +112,14 @@ def _section(
     length = _length(record["data"])
     asked = record["asked"]
     other = f" Asked for: {html.escape(str(asked))}." if asked else ""
+    words = f"{experiment.name}: {experiment.claim}"
     return (
         f'<section id="{experiment.name}"><h2>{experiment.name}: '
-        f"{_word(verdict.holds)}</h2>"
+        f"{sheet.word(verdict.holds)}</h2>"
         f'<p class="paper">{html.escape(experiment.paper)}</p>'
         f"<blockquote>{html.escape(experiment.claim)}</blockquote>"
-        f"{_picture(out / experiment.name / 'figure.png', experiment)}"
-        '<div class="scroll"><table><thead><tr><th></th><th>check</th><th>found</th>'
-        f"</tr></thead><tbody>{checks}</tbody></table></div>{reasons}{notes}"
+        f"{sheet.picture(out / experiment.name / 'figure.png', words)}"
+        f"{sheet.checks(verdict.checks)}{reasons}{notes}"
         "<details><summary>What the paper leaves open, and what was chosen</summary>"
         f"<p>{html.escape(experiment.choices)}</p></details>"
         f'<p class="small">{length}{_effort(record)}.{other}</p></section>'
@@ -195,20 +153,6 @@ def _last_steps(value: Any) -> list[int]:
     for each in value.values():
         found += _last_steps(each)
     return found
-
-
-def _picture(path: Path, experiment: Experiment) -> str:
-    content = path.read_bytes()
-    # A PNG says its width and height in its first chunk.
-    width, height = (int.from_bytes(content[k : k + 4], "big") for k in (16, 20))
-    tall = ' class="tall"' if height > 0.6 * width else ""
-    encoded = base64.b64encode(content).decode()
-    return (
-        f'<figure{tall}><a><img width="{width}" height="{height}" '
-        f'src="data:image/png;base64,{encoded}" '
-        f'alt="{html.escape(experiment.name)}: {html.escape(experiment.claim)}"></a>'
-        "</figure>"
-    )
 
 
 def _made(records: list[dict[str, Any]]) -> str:

@@ -5,10 +5,8 @@ Nothing heavy is imported until the request has been checked.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from meka.lab.scorecard.plan import Run
 
 _BROKEN = 1  # exit code where a run could not be made
+_TIMED = 60.0  # seconds a workload
 _STANDARD = {"scale": "desk", "seeds": None, "steps_scale": 1.0}
 
 
@@ -76,10 +75,12 @@ def make(asked: Scorecard, say: Callable[[str], None]) -> int:
     before = records.read(asked.out)
     known = [part for part in (before, *parts) if part is not None]
     settings = (known[0]["settings"] if known else _STANDARD) | _given(asked)
+    if asked.scale is None and any(p["settings"]["scale"] == "full" for p in known):
+        settings["scale"] = "full"
     planned = _plan(asked, settings, plan)
     settings["seeds"] = planned[0].config.seeds
     found = records.merge([records.empty(settings), *known])
-    found["commands"] = list(dict.fromkeys([*found["commands"], _command()]))
+    found["commands"] = list(dict.fromkeys([*found["commands"], _command(asked)]))
     found = records.gather(found, asked.out, planned)
     records.save(found, asked.out)
 
@@ -103,7 +104,8 @@ def make(asked: Scorecard, say: Callable[[str], None]) -> int:
                 keep=keep,
             )
         if asked.timing or everything:
-            runner.time_steps(planned, found["times"], asked.out, say=say)
+            limit = 1.0 if settings["scale"] == "smoke" else _TIMED
+            runner.time_steps(planned, found["times"], asked.out, say=say, limit=limit)
     except runner.Stopped as stopped:
         say(f"{stopped}; what is finished is kept, the same command goes on")
         return stopped.exit_code
@@ -154,6 +156,16 @@ def _report(found: dict[str, Any], out: Path, say: Callable[[str], None]) -> Non
     say(f"page: {page.write(found, out)}")
 
 
-def _command() -> str:
-    words = sys.argv[1:]
-    return shlex.join(["meka", "scorecard", *words[words[:1] == ["scorecard"] :]])
+def _command(asked: Scorecard) -> str:
+    """What was asked, without the names of folders."""
+    words = ["meka", "scorecard"]
+    for field in fields(asked):
+        value = getattr(asked, field.name)
+        if value == field.default:
+            continue
+        words.append("--" + field.name.replace("_", "-"))
+        if isinstance(value, tuple):
+            words += ["DIR" if isinstance(each, Path) else each for each in value]
+        elif not isinstance(value, bool):
+            words.append("DIR" if isinstance(value, Path) else f"{value}")
+    return " ".join(words)

@@ -50,8 +50,8 @@ _DESK = (
     Subject("digits-noisy", 1000),
     Subject("mnist", 5 * _EPOCH["mnist"], examples=10_000),
     Subject("mnist-logistic", 5 * _EPOCH["mnist"], examples=10_000),
-    Subject("mnist-autoencoder", 2 * _EPOCH["mnist"], examples=2_000),
-    Subject("text", 1000, examples=300),
+    Subject("mnist-autoencoder", 600, examples=1_000),
+    Subject("text", 1000, examples=128),
     Subject("quadratic", 2000),
     Subject("rosenbrock", 1500),
 )

@@ -7,7 +7,7 @@ records.json::
     times      by workload: what a step of each optimizer costs, and where
     commands   what made it
 
-Numbers are rounded to five digits, and null where they are not finite.
+Numbers are rounded to four digits, and null where they are not finite.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ RECORDS = "records.json"
 RECORD = "record.json"  # of one run, in its folder
 RUNS, TIMES = "runs", "times"
 MOST = 41  # evaluations kept of a run
+_DIGITS = 4
 
 Record = dict[str, Any]
 Records = dict[str, Any]
@@ -61,10 +62,11 @@ def from_run(run: Planned, path: Path, failure: str | None) -> Record:
     found = history.read(path)
     rows = len(found.evals.step)
     keep = np.unique(np.linspace(0, rows - 1, min(rows, MOST)).astype(int))
+    test = "test_accuracy" if "test_accuracy" in found.evals else "test_loss"
     curves = {
         name: values[keep]
         for name, values in found.evals.values.items()
-        if name.removeprefix("average_") in ("train_loss", "test_loss", "test_accuracy")
+        if name.removeprefix("average_") in ("train_loss", test)
     }
     lost = int(np.sum(~np.isfinite(found.evals["train_loss"][-1])))
     if failure is None and 2 * lost >= run.config.seeds:
@@ -79,7 +81,8 @@ def from_run(run: Planned, path: Path, failure: str | None) -> Record:
             "step": found.evals.step[keep],
             "curves": curves,
             "environment": files.read(path / ENVIRONMENT),
-        }
+        },
+        _DIGITS,
     )
 
 
@@ -121,14 +124,18 @@ def save(records: Records, out: Path) -> Path:
 def merge(parts: Sequence[Records]) -> Records:
     """One of several: of what is in more than one, the last counts.
 
-    Refuses what cannot be compared: another scale, other seeds, another length.
+    Refuses what cannot be compared: other seeds, another length. The workloads of
+    "desk" are the same at "full", so these two go together, and make "full".
     """
     first = parts[0]
+    settings = dict(first["settings"])
     runs: dict[tuple[str, str], Record] = {}
     times: dict[str, Any] = {}
     commands: dict[str, None] = {}
     for part in parts:
         refuse_other(first["settings"], part["settings"])
+        if part["settings"]["scale"] == "full":
+            settings["scale"] = "full"
         runs |= {key(record): record for record in part["runs"]}
         for workload, own in part["times"].items():
             times[workload] = _merged_times(times.get(workload), own)
@@ -144,7 +151,7 @@ def merge(parts: Sequence[Records]) -> Records:
                 "they cannot be compared"
             )
     return {
-        "settings": dict(first["settings"]),
+        "settings": settings,
         "runs": list(runs.values()),
         "times": times,
         "commands": list(commands),
@@ -165,6 +172,8 @@ def _merged_times(before: Any, now: Any) -> Any:
 def refuse_other(settings: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Refuse records of another scorecard."""
     names = [name for name in settings if settings[name] != found.get(name)]
+    if {settings["scale"], found.get("scale")} == {"desk", "full"}:
+        names.remove("scale")
     if names:
         differences = ", ".join(
             f"{name} {found.get(name)!r}, not {settings[name]!r}" for name in names

@@ -126,9 +126,12 @@ def time_steps(
     out: Path,
     *,
     say: Callable[[str], None],
-    limit: float = 60.0,
+    limit: float,
 ) -> None:
-    """Time the steps that were not timed yet, one workload after the other."""
+    """Time the steps that were not timed yet, one workload after the other.
+
+    After ``limit`` seconds of a workload no further round begins, once there are five.
+    """
     asked: dict[str, list[str]] = {}
     for run in runs:
         asked.setdefault(run.config.workload, []).append(run.config.optimizer)

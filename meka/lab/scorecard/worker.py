@@ -62,7 +62,7 @@ def _train(run: Run, path: Path, workload: Any) -> records.Record:
     try:
         train(run.config, path, resume=is_run(path), workload=workload)
     except TrainingStopped as reason:  # a result too
-        failure = f"stopped: {reason}"
+        failure = f"stopped: {str(reason).partition('. ')[0]}"
     return records.from_run(run, path, failure)
 
 
