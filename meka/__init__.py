@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meka.automatic import auto, averaged
     from meka.checks import check_independent
     from meka.direction import adam_style, steepest
     from meka.gaussian import Gaussian, Moments, correct, predict
@@ -51,6 +52,8 @@ __all__ = [
     "State",
     "adam_style",
     "adameka",
+    "auto",
+    "averaged",
     "check_independent",
     "constant",
     "correct",
@@ -77,6 +80,7 @@ __all__ = [
 
 # No public name is the name of a module, or importing that module would hide it.
 _MODULES = (
+    "automatic",
     "checks",
     "direction",
     "gaussian",

@@ -64,6 +64,8 @@ class State(NamedTuple):
     previous_params: PyTree
     value_noise: Average
     gradient_noise: Average
+    path_noise: Average
+    gradient_error: Average
     held: Held
     model: Average
     direction_norm: Array
@@ -104,6 +106,8 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         previous_params=previous,
         value_noise=Average.like(zero),
         gradient_noise=Average.like(noise),
+        path_noise=Average.like((zero, zero)),
+        gradient_error=Average.like((zero, zero)),
         held=Held(zero, zero),
         model=Average.like(empty),
         direction_norm=zero,

@@ -24,8 +24,8 @@ def make_step(
     optimizer: optax.GradientTransformationExtraArgs,
     *,
     groups: int = 2,
-    transport: Transport = hessian_at_current,
-    probe: ProbeFunction = current,
+    transport: Transport | None = None,
+    probe: ProbeFunction | None = None,
     micro_batches: int = 1,
     noise_every: int | None = None,
 ) -> StepFunction:
@@ -39,9 +39,10 @@ def make_step(
       losses: one loss per example, shape (n,).
       optimizer: `meka.meka`, `meka.adameka`, or a chain with `meka.scale_by_meka`.
       groups: how many groups of examples the noise is estimated from.
-      transport: how the change of the gradient is observed: `hessian_at_current`,
-        `hessian_at_previous` or `difference`.
-      probe: where slope and curvature come from: `current` or `lagged`.
+      transport: how the change of the gradient is observed: `hessian_at_current` (the
+        default), `hessian_at_previous` or `difference` (the default of `auto`).
+      probe: where slope and curvature come from: `current` (the default) or `lagged`
+        (the default of `auto`).
       micro_batches: differentiate the batch in this many parts, to save memory.
       noise_every: split the batch into groups at this many steps (and at each of the
         first so many), and remember the noise in between; 1 is the paper. By default
@@ -51,6 +52,8 @@ def make_step(
     in the state by default; who maps the step over seeds passes it unmapped, since a
     mapped choice computes both alternatives.
     """
+    transport = transport or getattr(optimizer, "transport", hessian_at_current)
+    probe = probe or getattr(optimizer, "probe", current)
     optimizer = optax.with_extra_args_support(optimizer)
     if noise_every is not None and noise_every < 1:
         raise ValueError(f"noise_every={noise_every}: must be at least 1")

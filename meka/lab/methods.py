@@ -304,14 +304,52 @@ def ours(
         ),
     )
 
+    return Method(optimizer.init, _stepping(stepper), _themselves)
+
+
+def auto(
+    losses: Losses,
+    plan: Plan,
+    *,
+    groups: int | None = None,
+    transport: Transport | None = None,
+    micro_batches: int | None = None,
+    noise_every: int | None = None,
+) -> Method:
+    """Build meka.auto; a run without a schedule has no known end."""
+    import meka
+
+    ends = plan.schedule != "constant"
+    optimizer = meka.auto(plan.steps if ends else None)
+    stepper = meka.make_step(
+        losses,
+        optimizer,
+        **_given(
+            groups=groups,
+            micro_batches=micro_batches,
+            noise_every=noise_every,
+            transport=transport and getattr(meka, transport),
+        ),
+    )
+    step = _stepping(stepper, lambda state: {"distance": state.scale.distance})
+    evaluate = _themselves if ends else meka.averaged
+    return Method(optimizer.init, step, evaluate)
+
+
+def _stepping(
+    stepper: Callable[..., Any], more: Callable[[Any], dict[str, Any]] = lambda _: {}
+) -> Callable[..., tuple[PyTree, PyTree, dict[str, Any]]]:
+    """A step of the library's as the loop wants it."""
+
     def step(
         params: PyTree, state: PyTree, batch: PyTree, number: Any = None
     ) -> tuple[PyTree, PyTree, dict[str, Any]]:
         params, state, info = stepper(params, state, batch, number=number)
         scalars = _scalars(info)
-        return params, state, {"loss": scalars.pop("observed"), **scalars}
+        logs = {"loss": scalars.pop("observed"), **scalars, **more(state)}
+        return params, state, logs
 
-    return Method(optimizer.init, step, _themselves)
+    return step
 
 
 def _given(**options: Any) -> dict[str, Any]:

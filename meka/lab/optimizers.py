@@ -230,6 +230,15 @@ def _family(
 
 
 _ROWS = (
+    _entry(
+        "auto",
+        "filtered gradient, as far as the distance says; meka.auto",
+        (),
+        None,
+        methods.auto,
+        schedule="linear",
+        schedules=("linear", "constant"),
+    ),
     *_family("meka", "filtered gradient", _SGD, 0.1),
     *_family("adameka", "filtered gradient, Adam-style", _ADAM, 0.001),
     _optax("sgd", "stochastic gradient descent", _SGD, 0.1, "sgd", _rate_alone),

@@ -1,0 +1,130 @@
+"""`auto`: the setting to start with, found by comparison (docs/research.md)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meka import distance, tree
+from meka.improvement import probability_of_improvement
+from meka.observation import Observation, difference
+from meka.optimizer import scale_by_meka
+from meka.probe import Probe, Scene, lagged
+from meka.state import Info, State
+from meka.tree import Array, PyTree
+
+# Noise is followed closely: as a network learns it falls by orders of magnitude, and
+# a filter that remembers too much of it trusts its own prediction for too long.
+_DECAYS = {"noise_decay": 0.9, "path_decay": 0.97, "error_decay": 0.98}
+_AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
+
+
+class AutoState(NamedTuple):
+    """The filter's state, the scale's, and the average of the iterates or ()."""
+
+    filter: State
+    scale: distance.Distance
+    average: PyTree
+
+
+class Automatic(optax.GradientTransformationExtraArgs):
+    """An optimizer that says how it wants to be observed; `make_step` listens."""
+
+    transport = staticmethod(difference)
+    probe = staticmethod(lagged)
+
+
+def auto(total_steps: int | None = None) -> Automatic:
+    """The setting to start with; there is nothing else to set.
+
+    The filtered gradient with Adam's momentum and second moment, as long as the
+    distance to the solution says (`meka.distance`). With ``total_steps`` the length
+    falls linearly to zero over the run, which is the better choice where its length
+    is known. Without, the length stays and an average of the iterates is kept, one
+    more buffer: evaluate `averaged` then.
+
+    ``info.step_size`` is the length of the step over that of the filtered gradient;
+    ``optax.tree.get(state, "distance")`` is the scale itself.
+    """
+    if total_steps is not None and total_steps < 1:
+        raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
+    inner = scale_by_meka(probability_of_improvement, **_DECAYS)
+
+    def init(params: PyTree) -> AutoState:
+        average = () if total_steps else tree.widen(params)
+        state = AutoState(inner.init(params), distance.start(params), average)
+        # Every leaf a buffer of its own, so that parameters and state can be donated.
+        return jax.tree.map(jnp.copy, state)
+
+    def update(
+        updates: PyTree,
+        state: AutoState,
+        params: PyTree | None = None,
+        *,
+        observation: Observation | None = None,
+        probe: Callable[[Scene], Probe] | None = None,
+        **extra: object,
+    ) -> tuple[PyTree, AutoState]:
+        del extra
+        _, seen = inner.update(
+            updates, state.filter, params, observation=observation, probe=probe
+        )
+        assert observation is not None  # or the filter would have refused
+        assert params is not None
+        rate = jnp.ones(())
+        if total_steps:
+            rate = jnp.maximum(1 - state.scale.count / total_steps, 0)
+        updates, scale = distance.advance(
+            state.scale,
+            params,
+            observation.gradient.mean,
+            seen.gradient.mean,
+            rate,
+        )
+        accepted = seen.info.accepted
+        updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)
+        seen = seen._replace(info=_as_taken(seen, updates))
+        average = state.average
+        if total_steps is None:
+            average = _average(average, params, updates, state.scale.count)
+        new = AutoState(seen, scale, average)
+        return updates, tree.select(accepted, new, state._replace(filter=seen))
+
+    return Automatic(init, update)
+
+
+def _as_taken(state: State, updates: PyTree) -> Info:
+    """What the filter tells, of the step that is taken instead of its own."""
+    info = state.info
+    norm = info.direction_norm
+    length = jnp.sqrt(tree.square(updates)).astype(norm.dtype)
+    step_size = jnp.where(norm > 0, length / jnp.where(norm > 0, norm, 1), 0)
+    return info._replace(
+        step_size=step_size,
+        improvement_probability=info.model.probability(step_size),
+        predicted_change=info.model.mean(step_size),
+    )
+
+
+def _average(average: PyTree, params: PyTree, updates: PyTree, count: Array) -> PyTree:
+    share = (_AVERAGING + 1) / (count + _AVERAGING + 1)
+
+    def mix(a: Array, p: Array, u: Array) -> Array:
+        reached = (p + u).astype(a.dtype)
+        return a + share.astype(a.dtype) * (reached - a)
+
+    return jax.tree.map(mix, average, params, updates)
+
+
+def averaged(params: PyTree, state: PyTree) -> PyTree:
+    """The average of the iterates that `auto` keeps where it knows no end."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AutoState))
+    found = [x for x in leaves if isinstance(x, AutoState)]
+    if len(found) != 1 or found[0].average == ():
+        raise ValueError(
+            "no average of the iterates is kept here: only meka.auto() without "
+            "total_steps keeps one; evaluate the parameters themselves"
+        )
+    return tree.cast_like(found[0].average, params)

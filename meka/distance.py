@@ -1,0 +1,93 @@
+"""A scale for steps from the whole run: how far the solution is from the start.
+
+A gradient g at x says that the solution lies at least <g, x0 - x> / |g| from the
+start x0 on its far side. Weighted sums of both over the run make a lower bound D on
+the distance that grows quickly from a tiny guess and then stays (Mishchenko and Defazio
+2023, "Prodigy", with Adam's moments).
+
+Here the direction is the filtered gradient's and the distance is judged by the raw one.
+The filter remembers its errors, and the parameters drift along them, so <m, x0 - x>
+is positive by their square alone; a fresh minibatch knows nothing of that.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meka import tree
+from meka.tree import Array, PyTree
+
+_GUESS = 1e-6  # a first guess that is too small for any use, and doubles at once
+_MOMENTUM, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
+_MEMORY = _SECOND**0.5
+
+
+class Distance(NamedTuple):
+    """What the scale is made of; four buffers of the size of the parameters."""
+
+    count: Array
+    distance: Array  # D
+    won: Array  # weighted sum of <g, x0 - x>
+    pull: PyTree  # weighted sum of g
+    start: PyTree  # x0
+    momentum: PyTree
+    second: PyTree
+
+
+def start(params: PyTree) -> Distance:
+    """Before the first step."""
+    wide = tree.widen(params)
+    zero = jax.tree.map(jnp.zeros_like, wide)
+    none = jnp.zeros((), tree.scalar_dtype(params))
+    guess = jnp.full_like(none, _GUESS)
+    count = jnp.zeros((), jnp.int32)
+    return Distance(count, guess, none, zero, wide, zero, zero)
+
+
+def advance(
+    state: Distance, params: PyTree, gradient: PyTree, filtered: PyTree, rate: Array
+) -> tuple[PyTree, Distance]:
+    """The step to take, and the state after it.
+
+    Args:
+      state: before the step.
+      params: where the gradients were taken.
+      gradient: of the minibatch.
+      filtered: the belief about the whole gradient.
+      rate: where the run is in its schedule, 1 for full steps.
+    """
+    count, distance = state.count + 1, state.distance
+    age = count.astype(distance.dtype)
+    correction = jnp.sqrt(1 - _SECOND**age) / (1 - _MOMENTUM**age)
+    length = distance * rate.astype(distance.dtype) * correction
+    weight = length * distance / _GUESS
+
+    back = tree.subtract(state.start, tree.widen(params))
+    won = _MEMORY * state.won + weight * tree.dot(gradient, back)
+    pull = _mix(_MEMORY, state.pull, weight, gradient)
+    sizes = jax.tree.map(lambda x: jnp.sum(jnp.abs(x)), pull)
+    total = sum(x.astype(won.dtype) for x in jax.tree.leaves(sizes))
+    bound = jnp.where(total > 0, won / jnp.where(total > 0, total, 1), 0)
+
+    # Both moments carry D, so that what was seen at a tiny D is soon outweighed.
+    fresh = (1 - _MOMENTUM) * distance
+    momentum = _mix(_MOMENTUM, state.momentum, fresh, filtered)
+    fresh = (1 - _SECOND) * distance**2
+    second = _mix(_SECOND, state.second, fresh, jax.tree.map(jnp.square, gradient))
+    floor = distance * _EPSILON
+    updates = jax.tree.map(
+        lambda m, v, p: (
+            -length.astype(m.dtype) * m / (jnp.sqrt(v) + floor.astype(m.dtype))
+        ).astype(p.dtype),
+        momentum,
+        second,
+        params,
+    )
+    distance = jnp.maximum(distance, bound)
+    new = Distance(count, distance, won, pull, state.start, momentum, second)
+    return updates, new
+
+
+def _mix(keep: float, old: PyTree, weight: Array, new: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: keep * x + weight.astype(y.dtype) * y, old, new)
