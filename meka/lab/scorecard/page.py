@@ -47,7 +47,8 @@ best of Adam's grid by it, its worst seed.</p>{metric}</section>
 <section><h2>What was claimed of auto</h2>{claims}</section>
 <section><h2>Workload by workload</h2><p>Medians over seeds. Averaged: the same run,
 evaluated at a polynomial-decay average of its iterates, for all alike; the target stays
-that of the iterates themselves.</p>{workloads}</section>
+that of the iterates themselves. Of a tuned row each column is of the rate that is best
+by it; the rate shown is the best by training loss.</p>{workloads}</section>
 <section><h2>What failed</h2>{failures}</section>
 <section class="small">{made}</section>
 </body></html>
