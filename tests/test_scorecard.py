@@ -182,8 +182,8 @@ def test_everybody_runs_at_one_setting_and_three_at_their_grid():
 def test_settings_of_the_runs():
     for planned in plan("full"):
         config, entry = planned.config, optimizers.TABLE[planned.config.optimizer]
-        can = "linear" in entry.schedules
-        assert config.schedule == ("linear" if can else entry.schedule)
+        plain = entry.schedule == "constant" and "linear" in entry.schedules
+        assert config.schedule == ("linear" if plain else entry.schedule)
         assert not planned.default or config.learning_rate == entry.default
         assert (config.seeds, config.average) == (3, True)
         assert 20 <= config.steps // config.eval_every <= 40

@@ -129,14 +129,15 @@ def plan(
             entry = TABLE[name]
             grid = entry.grid if name in TUNED else ()
             for rate in dict.fromkeys((entry.default, *grid)):
-                linear = "linear" in entry.schedules
+                # Its own shape where it has one, as NAdamW's cosine.
+                plain = entry.schedule == "constant" and "linear" in entry.schedules
                 config = RunConfig(
                     workload=subject.name,
                     optimizer=name,
                     steps=steps,
                     seeds=seeds or (2 if scale == "smoke" else 3),
                     learning_rate=rate,
-                    schedule="linear" if linear else entry.schedule,
+                    schedule="linear" if plain else entry.schedule,
                     eval_every=math.ceil(steps / subject.evaluations),
                     eval_examples=subject.examples,
                     checkpoint_every=steps,
