@@ -347,7 +347,7 @@ def _doubt(
 
     Q knows the noise of the change and not the error of its Taylor model. What the
     innovations show beyond noise, |g - m⁻|²/d - P⁻ - Σ, is that error. Averaged over
-    time, in units of the noise, it is believed as far as it exceeds twice its own
+    time, in units of the noise, it is believed as far as it exceeds thrice its own
     standard deviation: in few dimensions an innovation is large by chance alone.
     """
     prior = average_variance(predicted.variance, g.mean)
@@ -359,7 +359,7 @@ def _doubt(
     average = average.add((excess, excess**2), decay, known)
     mean, square = average.mean
     spread = jnp.sqrt(jnp.maximum(square - mean**2, 0) * (1 - decay) / (1 + decay))
-    error = unit * jnp.maximum(mean - 2 * spread, 0)
+    error = unit * jnp.maximum(mean - 3 * spread, 0)
     variance = jax.tree.map(lambda v: v + error.astype(v.dtype), predicted.variance)
     return average, Gaussian(predicted.mean, variance)
 
