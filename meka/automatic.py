@@ -1,7 +1,7 @@
 """`auto`: the setting to start with, found by comparison (docs/research.md)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from meka.tree import Array, PyTree
 
 # Noise is followed closely: as a network learns it falls by orders of magnitude, and
 # a filter that remembers too much of it trusts its own prediction for too long.
-_DECAYS = {"noise_decay": 0.9, "path_decay": 0.97, "error_decay": 0.98}
+_NOISE_DECAY, _PATH_DECAY, _ERROR_DECAY = 0.9, 0.97, 0.98
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -50,17 +50,23 @@ def auto(total_steps: int | None = None) -> Automatic:
     """
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
-    inner = scale_by_meka(probability_of_improvement, **_DECAYS)
+    inner = scale_by_meka(
+        probability_of_improvement,
+        noise_decay=_NOISE_DECAY,
+        path_decay=_PATH_DECAY,
+        error_decay=_ERROR_DECAY,
+    )
 
     def init(params: PyTree) -> AutoState:
         average = () if total_steps else tree.widen(params)
-        state = AutoState(inner.init(params), distance.start(params), average)
+        begun = cast(State, inner.init(params))
+        state = AutoState(begun, distance.start(params), average)
         # Every leaf a buffer of its own, so that parameters and state can be donated.
         return jax.tree.map(jnp.copy, state)
 
     def update(
         updates: PyTree,
-        state: AutoState,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         observation: Observation | None = None,
@@ -68,9 +74,9 @@ def auto(total_steps: int | None = None) -> Automatic:
         **extra: object,
     ) -> tuple[PyTree, AutoState]:
         del extra
-        _, seen = inner.update(
-            updates, state.filter, params, observation=observation, probe=probe
-        )
+        observed = {"observation": observation, "probe": probe}
+        _, filtered = inner.update(updates, state.filter, params, **observed)
+        seen = cast(State, filtered)
         assert observation is not None  # or the filter would have refused
         assert params is not None
         rate = jnp.ones(())
@@ -122,7 +128,7 @@ def averaged(params: PyTree, state: PyTree) -> PyTree:
     """The average of the iterates that `auto` keeps where it knows no end."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AutoState))
     found = [x for x in leaves if isinstance(x, AutoState)]
-    if len(found) != 1 or found[0].average == ():
+    if len(found) != 1 or not jax.tree.leaves(found[0].average):
         raise ValueError(
             "no average of the iterates is kept here: only meka.auto() without "
             "total_steps keeps one; evaluate the parameters themselves"

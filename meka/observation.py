@@ -156,7 +156,7 @@ def observe(
         some = _SAMPLE if mask is None and count % (_SAMPLE * groups) == 0 else 1
         scatters = jax.lax.cond(
             measure,
-            lambda: _scatters(look, *_sample((batch, weights), some), groups),
+            lambda: _scatters(look, _sample((batch, weights), some), groups),
             lambda: _no_scatters(params),
         )
         whole, values = look(*jax.tree.map(lambda x: x[:count], (batch, weights)))
@@ -231,11 +231,12 @@ class _Scatters(NamedTuple):
     curvature: Array
 
 
-def _scatters(look, batch, weights, groups: int) -> _Scatters:
+def _scatters(look, sample: tuple[PyTree, Array], groups: int) -> _Scatters:
     """How the groups of a batch scatter about the mean of all.
 
     Two groups are compared in one derivative, that of their difference.
     """
+    batch, weights = sample
     if groups > 2:
         deal = partial(_deal, parts=groups)
         hands = jax.tree.map(deal, (batch, weights))
@@ -265,11 +266,17 @@ def _around(whole: _Look, weights: Array, scatters: _Scatters) -> _Looks:
     counts = jnp.sum(weights, axis=1)
     looks = _summarise(moments.one_group, whole, jnp.sum(counts), diagonal=False)
     groups = jnp.sum(counts > 0)
-    filled = (
-        summary._replace(groups=groups.astype(summary.weight.dtype), scatter=scatter)
-        for summary, scatter in zip(looks[:-1], scatters, strict=True)
+
+    def filled(summary: moments.Summary, scatter: Array) -> moments.Summary:
+        number = groups.astype(summary.weight.dtype)
+        return summary._replace(groups=number, scatter=scatter)
+
+    return looks._replace(
+        gradient=filled(looks.gradient, scatters.gradient),
+        change=filled(looks.change, scatters.change),
+        slope=filled(looks.slope, scatters.slope),
+        curvature=filled(looks.curvature, scatters.curvature),
     )
-    return _Looks(*filled, looks.length)
 
 
 def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:

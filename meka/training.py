@@ -52,8 +52,8 @@ def make_step(
     in the state by default; who maps the step over seeds passes it unmapped, since a
     mapped choice computes both alternatives.
     """
-    transport = transport or getattr(optimizer, "transport", hessian_at_current)
-    probe = probe or getattr(optimizer, "probe", current)
+    move: Transport = transport or getattr(optimizer, "transport", hessian_at_current)
+    look: ProbeFunction = probe or getattr(optimizer, "probe", current)
     optimizer = optax.with_extra_args_support(optimizer)
     if noise_every is not None and noise_every < 1:
         raise ValueError(f"noise_every={noise_every}: must be at least 1")
@@ -81,7 +81,7 @@ def make_step(
             own.previous_params,
             batch,
             groups=groups,
-            transport=transport,
+            transport=move,
             diagonal=diagonal,
             mask=mask,
             micro_batches=micro_batches,
@@ -94,7 +94,7 @@ def make_step(
             params,
             value=observation.value.mean,
             observation=observation,
-            probe=lambda scene: probe(scene, along),
+            probe=lambda scene: look(scene, along),
         )
         return _keep_sound(params, state, updates, new_state)
 

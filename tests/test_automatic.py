@@ -1,0 +1,247 @@
+"""`meka.auto`: its scale, its doubts, and what it promises."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import meka
+from meka import distance
+from meka.lab import problems
+
+SIZE, BATCH = 6, 16
+
+
+def losses(params, batch):
+    """Logistic regression."""
+    inputs, labels = batch
+    return jax.nn.softplus(-labels * (inputs @ params))
+
+
+def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(key)
+    inputs = jax.random.normal(keys[0], (BATCH, SIZE))
+    score = inputs @ jnp.linspace(-2.0, 2.0, SIZE)
+    noise = jax.random.logistic(keys[1], (BATCH,))
+    return inputs, jnp.sign(score + noise)
+
+
+def run(optimizer, steps: int, function=losses, batches=draw, start=None, **options):
+    """Parameters and everything that was told, over one compiled loop."""
+    step = meka.make_step(function, optimizer, **options)
+    params = jnp.zeros(SIZE) if start is None else start
+
+    def body(carry, t):
+        params, state, info = step(*carry, batches(jax.random.fold_in(KEY, t)))
+        return (params, state), (params, info)
+
+    return jax.jit(
+        lambda: jax.lax.scan(body, (params, optimizer.init(params)), jnp.arange(steps))
+    )()
+
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("total", [None, 40])
+def test_with_a_gradient_that_is_not_filtered_the_scale_is_prodigys(total):
+    """The oracle is optax's; it is fed the gradients of one path, step by step."""
+    rate = optax.linear_schedule(1.0, 0.0, total) if total else 1.0
+    prodigy = contrib.prodigy(rate)
+    params = {"a": jnp.ones((2, 3)), "b": jnp.full(4, -0.5)}
+    mine, theirs = distance.start(params), prodigy.init(params)
+    rng = np.random.default_rng(0)
+    for t in range(30):
+        gradient = jax.tree.map(
+            lambda p: p + jnp.asarray(0.1 * rng.normal(size=p.shape), p.dtype), params
+        )
+        now = jnp.asarray(1 - t / total if total else 1.0)
+        step, mine = distance.advance(mine, params, gradient, gradient, now)
+        updates, theirs = prodigy.update(gradient, theirs, params)
+        for one, other in zip(
+            jax.tree.leaves(step), jax.tree.leaves(updates), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-12)
+        params = optax.apply_updates(params, updates)
+    found = optax.tree.get(theirs, "estim_lr")
+    np.testing.assert_allclose(mine.distance, found, rtol=1e-4)
+    assert mine.distance > 1e-3
+
+
+def test_the_errors_of_the_filter_do_not_stretch_the_scale():
+    """A direction that is all error, and remembered, moves far; D must not follow."""
+    rng = np.random.default_rng(1)
+    error = {"p": jnp.asarray(rng.normal(size=200), jnp.float32)}
+
+    def grown(judge_by_error: bool) -> float:
+        params = {"p": jnp.zeros(200)}
+        state = distance.start(params)
+        for _ in range(60):
+            noise = {"p": jnp.asarray(rng.normal(size=200), jnp.float32)}
+            seen = error if judge_by_error else noise
+            step, state = distance.advance(state, params, seen, error, jnp.ones(()))
+            params = optax.apply_updates(params, step)
+        return float(state.distance)
+
+    assert grown(judge_by_error=False) < 0.1 * grown(judge_by_error=True)
+
+
+def sharp(params, batch):
+    """One steep direction whose curvature differs from example to example."""
+    bends, slopes = batch
+    return 0.5 * bends * params[0] ** 2 + slopes @ params
+
+
+def steep(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(key)
+    bends = 4 + 2 * jax.random.normal(keys[0], (BATCH,))
+    return bends, 0.5 * jax.random.normal(keys[1], (BATCH, SIZE))
+
+
+@cache
+def told(path_decay: float | None) -> meka.Info:
+    optimizer = meka.meka(meka.constant(0.05), path_decay=path_decay, noise_decay=0.9)
+    start = jnp.zeros(SIZE).at[0].set(2.0)
+    options = {"noise_every": 1, "probe": meka.lagged, "start": start}
+    return run(optimizer, 400, sharp, steep, **options)[1][1]
+
+
+def test_noise_along_the_path_counts_where_it_is_larger_than_the_average():
+    """All of Q lies in one coordinate of six, and at first so does the step."""
+    paper, ours = told(None), told(0.97)
+    early = slice(4, 20)
+    ratio = np.median(ours.change_noise[early] / paper.change_noise[early])
+    assert ratio > 1.4
+    assert np.all(np.asarray(ours.gain) >= 0)
+    assert np.median(ours.gain[early]) > np.median(paper.gain[early])
+
+
+WAVES = 8
+
+
+def wavy(params, batch):
+    """A loss whose gradient turns faster than any one step can know."""
+    return jnp.sum(jnp.sin(WAVES * params)) / WAVES + batch @ params
+
+
+@pytest.mark.parametrize("function", [sharp, wavy], ids=["parabola", "waves"])
+def test_doubt_comes_from_a_model_that_fails_and_not_from_noise(function):
+    def gains(decay: float | None) -> np.ndarray:
+        optimizer = meka.meka(
+            meka.constant(0.3), error_decay=decay, noise_decay=0.9, value_decay=0.9
+        )
+        batches = steep if function is sharp else lambda key: steep(key)[1]
+        start = jnp.linspace(0.5, 1.0, SIZE)
+        options = {"noise_every": 1, "probe": meka.lagged}
+        _, (_, info) = run(optimizer, 300, function, batches, start, **options)
+        return np.asarray(info.gain[100:])
+
+    trusting, doubting = np.median(gains(None)), np.median(gains(0.98))
+    if function is wavy:
+        assert doubting > 2 * trusting
+    else:
+        assert doubting < 0.03  # few dimensions: chance leaves a little
+
+
+def test_it_is_observed_as_it_wants_to_be():
+    """Differences and the lagged probe, unless told otherwise."""
+    default = run(meka.auto(50), 10)[1][0]
+    asked = {"transport": meka.difference, "probe": meka.lagged}
+    np.testing.assert_array_equal(default, run(meka.auto(50), 10, **asked)[1][0])
+    other = run(meka.auto(50), 10, transport=meka.hessian_at_current)[1][0]
+    assert np.any(np.asarray(default) != np.asarray(other))
+
+
+def test_steps_end_where_the_run_does():
+    (_, state), (path, info) = run(meka.auto(60), 65)
+    np.testing.assert_array_equal(path[59], path[-1])
+    assert np.all(np.asarray(info.step_size[60:]) == 0)
+    assert np.any(np.asarray(path[58]) != np.asarray(path[59]))
+    assert optax.tree.get(state, "distance") > 1e-3
+
+
+def test_without_an_end_an_average_is_kept():
+    (params, state), (path, _) = run(meka.auto(), 200)
+    average = meka.averaged(params, state)
+    expected, path = np.zeros(SIZE), np.asarray(path, float)
+    for t, reached in enumerate(path):
+        expected += 9 / (t + 9) * (reached - expected)
+    np.testing.assert_allclose(average, expected, rtol=1e-4, atol=1e-6)
+    (params, state), _ = run(meka.auto(200), 2)
+    with pytest.raises(ValueError, match="without total_steps keeps one"):
+        meka.averaged(params, state)
+
+
+@pytest.mark.parametrize("total", [None, 100])
+def test_a_step_that_is_not_finite_changes_nothing(total):
+    optimizer = meka.auto(total)
+    step = jax.jit(meka.make_step(losses, optimizer))
+    params = jnp.zeros(SIZE)
+    state = optimizer.init(params)
+    for t in range(3):
+        params, state, _ = step(params, state, draw(jax.random.fold_in(KEY, t)))
+    inputs, labels = draw(KEY)
+    after, later, info = step(params, state, (inputs.at[5, 2].set(jnp.nan), labels))
+    assert not info.accepted
+    assert info.rejected == 1
+    assert info.suspect == 5
+    np.testing.assert_array_equal(params, after)
+    for one, other in zip(
+        jax.tree.leaves((state.scale, state.average, state.filter.gradient)),
+        jax.tree.leaves((later.scale, later.average, later.filter.gradient)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_has_to_have_a_length():
+    with pytest.raises(ValueError, match="total_steps=0: must be at least 1"):
+        meka.auto(0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_other_precisions(dtype):
+    start = jnp.zeros(SIZE, dtype)
+
+    def cast(key):
+        inputs, labels = draw(key)
+        return inputs.astype(dtype), labels.astype(dtype)
+
+    (params, _), (_, info) = run(meka.auto(300), 300, batches=cast, start=start)
+    assert params.dtype == dtype
+    assert info.rejected[-1] == 0
+    assert np.mean(info.observed[-50:]) < 0.8 * info.observed[0]
+
+
+def test_on_a_noisy_quadratic_it_ends_below_the_best_adam():
+    problem = problems.noisy_quadratic()
+
+    def body(step, carry, t):
+        return step(carry, problem.draw(jax.random.fold_in(KEY, t), 128)), None
+
+    def end(first, step) -> float:
+        carry, _ = jax.jit(
+            lambda: jax.lax.scan(lambda c, t: body(step, c, t), first, jnp.arange(1000))
+        )()
+        return float(problem.objective(carry[0]))
+
+    def adam(rate: float) -> float:
+        optimizer = optax.adam(optax.linear_schedule(rate, 0.0, 1000))
+
+        def step(carry, batch):
+            params, state = carry
+            gradient = jax.grad(lambda p: jnp.mean(problem.losses(p, batch)))(params)
+            updates, state = optimizer.update(gradient, state)
+            return optax.apply_updates(params, updates), state
+
+        return end((problem.start, optimizer.init(problem.start)), step)
+
+    optimizer = meka.auto(1000)
+    take = meka.make_step(problem.losses, optimizer)
+    first = problem.start, optimizer.init(problem.start)
+    ours = end(first, lambda carry, batch: take(*carry, batch)[:2])
+    assert ours < 0.5 * min(adam(rate) for rate in (1e-3, 1e-2, 1e-1))
