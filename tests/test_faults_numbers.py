@@ -77,11 +77,11 @@ def extremes(rng: np.random.Generator, count: int) -> list[list[traps.Batch]]:
     return cases
 
 
-def survive_extremes(family: str, dtype: str, count: int) -> int:
+def survive_extremes(family: str, dtype: str, count: int, probe: str) -> int:
     cases = extremes(np.random.default_rng(4), count)
     start = jnp.asarray([0.7, -1.0, 0.4], dtype)
     params = {"p": jnp.broadcast_to(start, (len(cases), traps.SIZE))}
-    run = steps(family, "probability_of_improvement", "current")
+    run = steps(family, "probability_of_improvement", probe)
     p, info, sound, widths = run(params, stacked(cases))
     assert np.isfinite(np.asarray(p, np.float64)).all()
     assert np.all(sound)
@@ -98,15 +98,16 @@ def survive_extremes(family: str, dtype: str, count: int) -> int:
 
 @pytest.mark.fault(4)
 def test_any_scale_is_finite_or_rejected(tried):
-    tried(steps=survive_extremes("adameka", "float16", 31))
+    tried(steps=survive_extremes("adameka", "float16", 31, "current"))
 
 
 @pytest.mark.slow
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("probe", traps.PROBES)
 @pytest.mark.parametrize("family", ["meka", "adameka"])
-def test_any_of_many_scales_is_finite_or_rejected(family, dtype, tried):
-    tried(steps=survive_extremes(family, dtype, 1001))
+def test_any_of_many_scales_is_finite_or_rejected(family, probe, dtype, tried):
+    tried(steps=survive_extremes(family, dtype, 1001, probe))
 
 
 # Curvature that is not positive -------------------------------------------------------
