@@ -192,7 +192,7 @@ def scale_by_meka(
             suspect=jnp.full((), -1, jnp.int32),
             accepted=jnp.ones((), bool),
             rejected=state.info.rejected,
-            overshot=state.info.overshot + last.overshot,
+            overshot=state.info.overshot + last.overshot.astype(jnp.int32),
             **scalars,
         )
         new = State(

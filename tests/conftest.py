@@ -30,6 +30,7 @@ CORE = {
     "test_moments",
     "test_observe",
     "test_optimizer",
+    "test_overshoot",
     "test_probe",
     "test_quadratic",
     "test_reference",

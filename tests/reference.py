@@ -261,6 +261,7 @@ class Reference:
         self.P = np.full(d if self.diagonal else (), self.prior_variance)
         self.direction_norm = 0.0
         self.held_change, self.held_bend = 0.0, 0.0
+        self.overshoots = 0
         self.measuring_length = 1e-4 * (1 + np.linalg.norm(self.theta))
 
     def grouped(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -314,8 +315,18 @@ class Reference:
         model_error = max((y - predicted) ** 2 - (self.s + spread + r), 0.0)
         _, self.u, self.s = kalman(predicted, self.s + spread + model_error, y, r)
 
-        # Gradient, Eq. 6-8.
-        gain, self.m, self.P = kalman(self.m + change, self.P + Q, g, sigma)
+        # Did the last step end steeper uphill than it began downhill, or at least on
+        # no parabola? By three deviations, were all of the noise along it.
+        size = len(theta)
+        fall, climb = -self.m @ delta, g @ delta
+        noise = (np.mean(self.P) + np.mean(sigma)) * size if length > 0 else 0.0
+        overshot = fall > 0 and climb - fall > 3 * np.sqrt(noise) * length
+        off_by = abs(climb + fall - change @ delta)
+        strayed = off_by > 3 * np.sqrt(noise + np.mean(Q) * size) * length
+
+        # Gradient, Eq. 6-8; nothing is known of it after such a step.
+        unknown = np.where(overshot or strayed, np.inf, self.P + Q)
+        gain, self.m, self.P = kalman(self.m + change, unknown, g, sigma)
 
         # Direction, §2.3.
         d = -self.m
@@ -342,6 +353,13 @@ class Reference:
             probed = (slope * last, bend * last**2, self.s)
             probed = (*probed, slope_noise / (length or 1.0) ** 2 * last**2)
             probed = (*probed, bend_noise * last**4)
+        if overshot:  # the last step as it should have been, for the new direction
+            seen, last = True, self.direction_norm
+            secant = (fall + climb) / length**2
+            probed = (fall / length / last * norm_d**2, secant * norm_d**2, self.s)
+            probed = (*probed, filtered[1], noise / length**2 * norm_d**4)
+            self.models.clear()
+        self.overshoots += overshot
         sixth = 0.0
         if self.third_order is not None:
             inferred = model_error / length**6 if length > 0 else 0.0
@@ -377,6 +395,7 @@ class Reference:
             "model_error": model_error,
             "step_size": step_size,
             "gain": np.mean(gain),
+            "overshot": float(self.overshoots),
             "slope": probed[0],
             "curvature": probed[1],
             "model": np.array(model),

@@ -40,6 +40,14 @@ def test_empty_and_unseen():
     assert again.mean == pytest.approx(5)
 
 
+def test_restarted_it_knows_only_what_came_since():
+    average = Average.like(jnp.zeros((), jnp.float32)).add(jnp.float32(100), 0.9)
+    average = average.add(jnp.float32(5), 0.9, restart=jnp.asarray(True))
+    assert average.mean == pytest.approx(5)
+    average = average.add(jnp.float32(6), 0.9, restart=jnp.asarray(False))
+    assert average.mean == pytest.approx((0.9 * 5 + 6) / 1.9)
+
+
 def test_what_is_not_seen_ages():
     """Entries of every third step weigh what they would weigh if the rest were there.
 

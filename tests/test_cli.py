@@ -126,7 +126,16 @@ def test_python_m_meka():
         ("train digits --batch-size 9999", "more than the 1500 training examples"),
         ("train digits --eval-every 0", "eval_every must be at least 1"),
         ("train digits --max-rejected -2", "max_rejected must be at least 1"),
+        ("train digits --checkpoint-every 0", "checkpoint_every must be at least 1"),
+        ("train digits --option groups=-1", "groups must be finite and not negative"),
+        ("train digits --option noise_every=0", "noise_every must be at least 1"),
+        ("train digits --option model_decay=2", "model_decay must be below 1"),
+        ("train digits --steps 1e3", "--steps"),
         ("train digits --learning-rate 0.1", "takes no learning rate"),
+        (
+            "train digits --optimizer adam --learning-rate nan",
+            "learning_rate must be finite and not negative",
+        ),
         (
             "train digits --optimizer adam --learning-rate -0.1",
             "learning_rate must be finite and not negative",

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import traps
+from test_reference import chosen
 
 import meka
 
@@ -75,11 +77,11 @@ def extremes(rng: np.random.Generator, count: int) -> list[list[traps.Batch]]:
     return cases
 
 
-def survive_extremes(family: str, dtype: str, count: int) -> int:
+def survive_extremes(family: str, dtype: str, count: int, probe: str) -> int:
     cases = extremes(np.random.default_rng(4), count)
     start = jnp.asarray([0.7, -1.0, 0.4], dtype)
     params = {"p": jnp.broadcast_to(start, (len(cases), traps.SIZE))}
-    run = steps(family, "probability_of_improvement", "current")
+    run = steps(family, "probability_of_improvement", probe)
     p, info, sound, widths = run(params, stacked(cases))
     assert np.isfinite(np.asarray(p, np.float64)).all()
     assert np.all(sound)
@@ -96,15 +98,16 @@ def survive_extremes(family: str, dtype: str, count: int) -> int:
 
 @pytest.mark.fault(4)
 def test_any_scale_is_finite_or_rejected(tried):
-    tried(steps=survive_extremes("adameka", "float16", 31))
+    tried(steps=survive_extremes("adameka", "float16", 31, "current"))
 
 
 @pytest.mark.slow
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("probe", traps.PROBES)
 @pytest.mark.parametrize("family", ["meka", "adameka"])
-def test_any_of_many_scales_is_finite_or_rejected(family, dtype, tried):
-    tried(steps=survive_extremes(family, dtype, 1001))
+def test_any_of_many_scales_is_finite_or_rejected(family, probe, dtype, tried):
+    tried(steps=survive_extremes(family, dtype, 1001, probe))
 
 
 # Curvature that is not positive -------------------------------------------------------
@@ -120,16 +123,10 @@ LANDSCAPES = {
     "flat at the start": {"quartic": 1.0},
 }
 LENGTH = 150
+START = (0.1, 0.2, -0.1)
 SLACK = 0.25  # of the one that starts at its minimum, where noise can only raise it
+LATE = 0.1  # how many may still be higher than that at the end, if there is noise
 BOTTOM = -1e9  # of a slope without a floor: from here on there is nothing to show
-# Where curvature rises steeply, `lagged` learns of it too late (docs/sharp_edges.md).
-STEEP = {
-    "saddle",
-    "cubic well",
-    "upside-down cubic",
-    "double well",
-    "flat at the start",
-}
 
 
 def walk(rng: np.random.Generator, fields: dict, noise: str) -> list[traps.Batch]:
@@ -144,27 +141,56 @@ def walk(rng: np.random.Generator, fields: dict, noise: str) -> list[traps.Batch
     return batches
 
 
-def descend(rule: str, probe: str, noise: str, seeds: int) -> tuple[np.ndarray, ...]:
-    """Exact losses, start included, and steps, (landscapes, seeds, steps)."""
+@cache
+def walks(probe: str, rules: tuple[str, ...]):
+    """Every landscape and seed with one transport, rule and direction of many."""
+    transports = [getattr(meka, name) for name in traps.TRANSPORTS]
+    directions = [meka.steepest, meka.adam_style()]
+
+    def run(transport, rule, direction, batches):
+        optimizer = optax.chain(
+            meka.scale_by_meka(
+                chosen(rule, [getattr(meka, name) for name in rules]),
+                chosen(direction, directions),
+            ),
+            optax.scale(-1.0),
+        )
+        step = meka.make_step(
+            traps.losses,
+            optimizer,
+            transport=chosen(transport, transports),
+            probe=getattr(meka, probe),
+        )
+
+        def body(carry, batch):
+            params, state, info = step(*carry, batch)
+            return (params, state), (params["p"], info.step_size, info.accepted)
+
+        params = {"p": jnp.asarray(START, jnp.float32)}
+        return jax.lax.scan(body, (params, optimizer.init(params)), batches)[1]
+
+    return jax.jit(jax.vmap(run, in_axes=(None, None, None, 0)))
+
+
+def descend(way, probe: str, noise: str, seeds: int, rules: tuple[str, ...]):
+    """Exact losses, start included, steps, and whether they were taken.
+
+    By landscape, seed and step.
+    """
     cases = [
         walk(np.random.default_rng(seed), fields, noise)
         for fields in LANDSCAPES.values()
         for seed in range(seeds)
     ]
-    start = jnp.asarray([0.1, 0.2, -0.1], jnp.float32)
-    params = {"p": jnp.broadcast_to(start, (len(cases), traps.SIZE))}
-    p, info, sound, _ = steps("meka", rule, probe)(params, stacked(cases))
-    assert np.all(sound)
+    found = walks(probe, rules)(*way, stacked(cases))
     shape = (len(LANDSCAPES), seeds, LENGTH)
-    path = np.concatenate(
-        [np.broadcast_to(start, (len(cases), 1, traps.SIZE)), np.asarray(p)], axis=1
-    ).reshape(*shape[:2], LENGTH + 1, traps.SIZE)
+    p, sizes, accepted = (np.asarray(x).reshape(*shape, *x.shape[2:]) for x in found)
+    path = np.concatenate([np.broadcast_to(START, (*shape[:2], 1, 3)), p], axis=2)
     values = [
         np.stack([value(fields, path[k, j]) for j in range(seeds)])
         for k, fields in enumerate(LANDSCAPES.values())
     ]
-    flat = (np.asarray(x).reshape(shape) for x in (info.step_size, info.accepted))
-    return np.stack(values), *flat
+    return np.stack(values), sizes, accepted
 
 
 def value(fields: dict, path: np.ndarray) -> np.ndarray:
@@ -177,46 +203,75 @@ def value(fields: dict, path: np.ndarray) -> np.ndarray:
     return total
 
 
-def survive_landscapes(rule: str, probe: str, noise: str, seeds: int) -> dict:
+def survive_landscapes(
+    ways: list[tuple[int, int, int]],
+    probe: str,
+    noise: str,
+    seeds: int,
+    rules: tuple[str, ...] = traps.RULES[:1],
+) -> dict:
     """Steps are finite and positive, none is rejected; the loss ends where it may.
 
-    Without a floor that is true until the loss is a long way down. Where slopes are
-    noisy and curvatures exact, a curvature that crosses zero is believed and the loss
-    may rise a long way too; but the parameters stay where it can come back.
+    Without a floor that is true until the loss is a long way down. A `lagged` slope
+    is measured on fresh examples and may be negative: then one step is zero, but
+    never the next as well, unless the minimum is reached. With noise a loss that was
+    thrown high may take longer than this to come down again.
     """
-    values, sizes, accepted = descend(rule, probe, noise, seeds)
-    counted, highest = 0, 0.0
-    for k, name in enumerate(LANDSCAPES):
-        if probe == "lagged" and name in STEEP:
-            continue
-        for j in range(seeds):
-            loss, where = values[k, j], (name, j)
-            down = np.flatnonzero(loss < BOTTOM)
-            end = int(down[0]) if len(down) else LENGTH
-            assert accepted[k, j, :end].all(), where
-            assert np.isfinite(loss[: end + 1]).all(), where
-            assert np.isfinite(sizes[k, j, :end]).all(), where
-            # A lagged slope is measured on fresh examples, and may be negative.
-            if probe == "current":
-                assert (sizes[k, j, :end] > 0).all(), where
-            if noise != "slopes":
-                assert loss[end] < loss[0] + SLACK, where
-            counted += end
-            highest = max(highest, float(loss[: end + 1].max()))
-    assert counted > 0
+    runs = [descend(way, probe, noise, seeds, rules) for way in ways]
+    values, sizes, accepted = map(np.concatenate, zip(*runs, strict=True))
+    counted, highest, late = 0, 0.0, 0
+    for k, j in np.ndindex(values.shape[:2]):
+        way, landscape = divmod(k, len(LANDSCAPES))
+        loss, where = values[k, j], (ways[way], list(LANDSCAPES)[landscape], j)
+        down = np.flatnonzero(loss < BOTTOM)
+        end = int(down[0]) if len(down) else LENGTH
+        assert accepted[k, j, :end].all(), where
+        assert np.isfinite(loss[: end + 1]).all(), where
+        assert np.isfinite(sizes[k, j, :end]).all(), where
+        zero = sizes[k, j, :end] <= 0
+        if probe == "current":
+            assert not zero.any(), where
+        else:
+            again = np.flatnonzero(zero[1:] & zero[:-1]) + 1
+            assert np.all(loss[again] <= loss.min() + 1e-6), where
+        late += loss[end] > loss[0] + SLACK
+        counted += end
+        highest = max(highest, float(loss[: end + 1].max()))
+    assert late <= (0 if noise == "none" else LATE * values.shape[0] * seeds)
     return {"steps": counted, f"highest_loss_with_noise_in_{noise}": highest}
+
+
+def ways(rule: int = 0, transports: int = len(traps.TRANSPORTS)) -> list:
+    """Both directions with each transport, by number."""
+    return [(i, rule, j) for i in range(transports) for j in range(2)]
 
 
 @pytest.mark.fault(6)
 @pytest.mark.parametrize("noise", ["none", "slopes", "everything"])
-def test_curvature_that_is_not_positive(noise, tried):
-    tried(**survive_landscapes("probability_of_improvement", "current", noise, 5))
+@pytest.mark.parametrize("probe", traps.PROBES)
+def test_curvature_that_is_not_positive(probe, noise, tried):
+    """Every transport and direction, by the rule that is the default."""
+    tried(**survive_landscapes(ways(), probe, noise, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.fault(6)
-@pytest.mark.parametrize("noise", ["none", "everything"])
+@pytest.mark.parametrize("noise", ["slopes", "everything"])
 @pytest.mark.parametrize("probe", traps.PROBES)
-@pytest.mark.parametrize("rule", traps.RULES)
-def test_curvature_that_is_not_positive_by_every_rule(rule, probe, noise, tried):
-    tried(**survive_landscapes(rule, probe, noise, 20))
+def test_curvature_that_is_not_positive_many_times(probe, noise, tried):
+    tried(**survive_landscapes(ways(), probe, noise, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("noise", ["none", "slopes", "everything"])
+@pytest.mark.parametrize("probe", traps.PROBES)
+@pytest.mark.parametrize("rule", traps.RULES[1:])
+def test_curvature_that_is_not_positive_by_other_rules(rule, probe, noise, tried):
+    """Every transport without noise; with it, the default.
+
+    These rules take a curvature for what it is however uncertain, so with noise one
+    that is averaged over both signs can throw them out of float32's range.
+    """
+    chosen_ways = ways(traps.RULES.index(rule), 3 if noise == "none" else 1)
+    tried(**survive_landscapes(chosen_ways, probe, noise, 20, traps.RULES))

@@ -130,10 +130,11 @@ DEGENERATE = {
 
 
 @pytest.mark.fault(3)
+@pytest.mark.parametrize("family", ["meka", "adameka"])
 @pytest.mark.parametrize("way", WAYS)
-def test_degenerate_batches_are_finite(way, tried):
+def test_degenerate_batches_are_finite(way, family, tried):
     """P = Q = s = 0 in most of these from the first step on; δ = 0 in the flat ones."""
-    optimizer, step = compiled(*way)
+    optimizer, step = compiled(*way, family=family)
     for name, fields in DEGENERATE.items():
         params, state = traps.start(), optimizer.init(traps.start())
         first = np.mean(traps.losses(params, traps.batch(**fields)))

@@ -328,6 +328,7 @@ def test_problems_exercise_the_edges():
     assert (idle["step_size"] == 0).any()
     assert (idle["displacement_norm"][1:] == 0).any()
     assert (idle["model_error"] > 0).any()
+    assert idle["overshot"][-1] > 0
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,16 @@ def test_a_step_with_a_bad_example_is_rejected_and_names_it(poisoned_run):
 
 @pytest.mark.fault(1)
 @pytest.mark.makes_nan
+def test_rejected_steps_that_are_not_in_a_row_do_not_stop_it(tmp_path):
+    """Five in forty steps, the limit is two."""
+    config = RunConfig("lines.py:workload", "meka", 40, max_rejected=2)
+    train(config, tmp_path / "run", workload=fitting(poisoned))
+    steps = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    assert (steps[-1]["step"], steps[-1]["rejected"]) == (40, 5)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.makes_nan
 def test_too_many_rejected_steps_stop_the_run_at_any_place_in_a_chunk(tmp_path):
     config = RunConfig("lines.py:workload", "meka", 40, max_rejected=1)
     with pytest.raises(
