@@ -21,7 +21,7 @@ OURS = [
     for family in ("meka", "adameka")
     for rule in ("", "-ei", "-quadratic", "-constant")
 ]
-RIVALS = [name for name in optimizers.TABLE if name not in OURS]
+RIVALS = [name for name in optimizers.TABLE if name not in (*OURS, "auto")]
 STEPS = 300
 
 
@@ -129,7 +129,7 @@ def test_table_has_everyone():
         "schedule-free-adamw",
         "nadamw",
     }
-    assert set(OURS) <= set(optimizers.TABLE)
+    assert {*OURS, "auto"} <= set(optimizers.TABLE)
 
 
 def test_reading_and_checking_the_table_imports_no_jax():
@@ -147,7 +147,7 @@ assert not {"jax", "optax", "numpy"} & set(sys.modules)
     ("name", "options", "message"),
     [
         ("mekka", {}, "unknown optimizer 'mekka'; did you mean 'meka'?"),
-        ("zzz", {}, "unknown optimizer 'zzz' (known: meka,"),
+        ("zzz", {}, "unknown optimizer 'zzz' (known: auto,"),
         ("adam", {"learning_rate": -1.0}, "not negative, not -1.0"),
         ("adam", {"learning_rate": True}, "learning_rate must be a number"),
         ("meka", {"learning_rate": 0.1}, "meka-constant takes one"),
@@ -433,7 +433,7 @@ def test_ours_have_the_rule_of_their_name(name, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", ["meka", "adameka"])
+@pytest.mark.parametrize("name", ["meka", "adameka", "auto"])
 def test_ours_keep_types_and_log_scalars(name):
     params, data, rows = problem()
     batch = jax.tree.map(lambda x: x[rows[0]], data)
