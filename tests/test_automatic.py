@@ -1,6 +1,7 @@
 """`meka.auto`: its scale, its doubts, and what it promises."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,7 @@ def test_a_step_that_is_not_finite_changes_nothing(total):
     optimizer = meka.auto(total)
     step = jax.jit(meka.make_step(losses, optimizer))
     params = jnp.zeros(SIZE)
-    state = optimizer.init(params)
+    state: Any = optimizer.init(params)
     for t in range(3):
         params, state, _ = step(params, state, draw(jax.random.fold_in(KEY, t)))
     inputs, labels = draw(KEY)
