@@ -204,7 +204,7 @@ def test_a_run_has_to_have_a_length():
         meka.auto(0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_other_precisions(dtype):
     start = jnp.zeros(SIZE, dtype)
 

@@ -114,6 +114,7 @@ def test_logistic_regression_is_convex_and_small(strokes):
     assert workload.steps == 5 * (300 // 128)
 
 
+@pytest.mark.slow
 def test_the_autoencoder_learns(strokes):
     workload = workloads.load("mnist-autoencoder", steps=40)
     assert workload.correct is None  # its test metric is the loss

@@ -131,7 +131,8 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     """To rounding, which an Adam-style step turns into a sign now and then."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert np.linalg.norm(found[name] - value) <= 0.1 * np.linalg.norm(value), name
+        off = found[name].astype(float) - value.astype(float)
+        assert np.linalg.norm(off) <= 0.1 * np.linalg.norm(value.astype(float)), name
 
 
 def test_two_processes_take_the_steps_of_one_and_survive_one_that_dies(tmp_path, alone):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optax_slot import OPTIMIZERS
 
 import meka
 
@@ -36,7 +35,9 @@ SHARDING = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["meka", pytest.param("adameka", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("tests", "least"),
     [

@@ -127,6 +127,7 @@ def test_nothing_is_written_before_all_is_checked(words, tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on_without_the_terminal_s_packages(tmp_path):
     """As on a machine that has jax and little else, and where time is short."""
     blocked = tmp_path / "blocked"
