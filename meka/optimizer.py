@@ -24,6 +24,9 @@ from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
 
+# Of the average, over measurements, of noise that is not measured at every step.
+_HELD_DECAY = 0.9
+
 
 def scale_by_meka(
     rule: Rule = probability_of_improvement,
@@ -99,10 +102,10 @@ def scale_by_meka(
 
         # Observe: noise is averaged over time (MeanVarEMA of Alg. 1).
         value_noise = state.value_noise.add(observation.value.variance, value_decay)
-        gradient_noise = state.gradient_noise.add(
-            observation.gradient.variance, noise_decay, observation.measured
-        )
         observation, held = _hold(state.held, observation)
+        gradient_noise = state.gradient_noise.add(
+            observation.gradient.variance, noise_decay
+        )
         y = Moments(observation.value.mean, value_noise.mean)
         g = Moments(observation.gradient.mean, gradient_noise.mean)
         change, path = observation.change, observation.path
@@ -305,26 +308,32 @@ def _third_order(floor, model_error, length, heading_norm) -> Array:
 
 
 def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
-    """Fill in the noise of change and curvature where it was not measured.
+    """Fill in the noise of gradient, change and curvature where it was not measured.
 
-    Both are held per unit of displacement, as they last were: they follow from the
-    curvature of single examples, which moves slowly.
+    That of the gradient is taken to be as it last was. The other two, per unit of
+    displacement, follow from the curvature of single examples: they move slowly and
+    lie in few directions, so that one measurement says little, and what stands for
+    many steps is an average of several.
     """
-    change, path = observation.change, observation.path
-    if not isinstance(change.variance, jax.Array) or change.variance.ndim:
-        return observation, held  # per coordinate: measured at every step
-    measured = jnp.asarray(observation.measured)
-    ratio = _per_square(change.variance, path.length)
-    fresh = Held(ratio, path.curvature.variance)
-    usable = measured & (path.length > 0) & jnp.isfinite(ratio)
-    held = tree.select(usable, fresh, held)
+    gradient, change, path = observation.gradient, observation.change, observation.path
     if observation.measured is True:
         return observation, held
-    variance = jnp.where(measured, change.variance, held.change * path.length**2)
-    bend = jnp.where(measured, path.curvature.variance, held.curvature)
+    measured = jnp.asarray(observation.measured)
+    ratio = _per_square(change.variance, path.length)
+    usable = measured & (path.length > 0) & jnp.isfinite(ratio)
+    fresh = held.path.add((ratio, path.curvature.variance), _HELD_DECAY)
+    held = Held(
+        jnp.where(measured, gradient.variance, held.gradient),
+        tree.select(usable, fresh, held.path),
+    )
+    ratio, bend = held.path.mean
     path = path._replace(curvature=Moments(path.curvature.mean, bend))
-    change = Moments(change.mean, variance)
-    return observation._replace(change=change, path=path), held
+    observation = observation._replace(
+        gradient=Moments(gradient.mean, held.gradient),
+        change=Moments(change.mean, ratio * path.length**2),
+        path=path,
+    )
+    return observation, held
 
 
 def _along_the_path(

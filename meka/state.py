@@ -49,10 +49,10 @@ class Info(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Noise as it was last measured, for the steps at which it is not."""
+    """Noise as it was measured, for the steps at which it is not."""
 
-    change: Array  # Q per squared length of the displacement
-    curvature: Array  # variance of the curvature along the displacement
+    gradient: Array  # Sigma as it last was
+    path: Average  # Q per squared length of the displacement, variance of curvature
 
 
 class State(NamedTuple):
@@ -108,7 +108,7 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         gradient_noise=Average.like(noise),
         path_noise=Average.like((zero, zero)),
         gradient_error=Average.like((zero, zero)),
-        held=Held(zero, zero),
+        held=Held(zero, Average.like((zero, zero))),
         model=Average.like(empty),
         direction_norm=zero,
         measuring_length=length.astype(dtype),

@@ -219,6 +219,11 @@ def corrected_average(history: list, decay: float) -> np.ndarray | float:
     return np.tensordot(weights / weights.sum(), np.asarray(seen), 1)
 
 
+def recalled(measured: list) -> float:
+    """What was measured, the last ten or so weighing most; nothing is zero."""
+    return float(corrected_average(measured, 0.9)) if measured else 0.0
+
+
 def kalman(prior_mean, prior_variance, seen, noise):
     """Gain, and mean and variance given an observation; infinity knows nothing."""
     if np.all(np.isinf(prior_variance)):
@@ -260,7 +265,7 @@ class Reference:
         self.m, self.u, self.s = np.zeros(d), 0.0, self.prior_variance
         self.P = np.full(d if self.diagonal else (), self.prior_variance)
         self.direction_norm = 0.0
-        self.held_change, self.held_bend = 0.0, 0.0
+        self.held_noise, self.held_changes, self.held_bends = np.array(0.0), [], []
         self.overshoots = 0
         self.measuring_length = 1e-4 * (1 + np.linalg.norm(self.theta))
 
@@ -299,12 +304,13 @@ class Reference:
         change, Q = self.grouped(changes)
         sigma, Q = self.shaped(sigma), self.shaped(Q)
         measured = self.count % self.noise_every == 0 or self.count < self.noise_every
-        if measured and length > 0:
-            self.held_change = Q / length**2
-        if not measured:
-            Q = self.held_change * length**2
+        if self.noise_every > 1:  # remembered: Σ as it was, Q as an average
+            self.held_noise = sigma = sigma if measured else self.held_noise
+            if measured and length > 0:
+                self.held_changes.append(Q / length**2)
+            Q = recalled(self.held_changes) * length**2
         self.value_noises.append(r)
-        self.gradient_noises.append(sigma if measured else None)
+        self.gradient_noises.append(sigma)
         r = corrected_average(self.value_noises, self.value_decay)
         sigma = corrected_average(self.gradient_noises, self.noise_decay)
 
@@ -346,10 +352,10 @@ class Reference:
             unit = delta / length if length > 0 else delta
             slope, _ = self.grouped((changes - gradients) @ unit)
             bend, bend_noise = self.grouped(changes @ unit / (length or 1.0))
-            if measured and length > 0:
-                self.held_bend = bend_noise
-            if not measured:
-                bend_noise = self.held_bend
+            if self.noise_every > 1:
+                if measured and length > 0:
+                    self.held_bends.append(bend_noise)
+                bend_noise = recalled(self.held_bends)
             probed = (slope * last, bend * last**2, self.s)
             probed = (*probed, slope_noise / (length or 1.0) ** 2 * last**2)
             probed = (*probed, bend_noise * last**4)
