@@ -103,11 +103,13 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def _workload(setting: Setting, name: str, steps: int, seeds: int) -> dict[str, Any]:
+    evaluations = min(10, max(4, round(setting.epochs or 10)))
+
     def train(optimizer: str, rate: float | None) -> dict[str, Any]:
         label = optimizer if rate is None else f"{optimizer} {rate:g}"
         run = Run(
             label, name, optimizer, steps, seeds, rate,
-            evaluations=setting.pick(smoke=2, desk=5, full=10),
+            evaluations=setting.pick(smoke=2, desk=5, full=evaluations),
         )  # fmt: skip
         return training.train(setting, run)
 
@@ -128,6 +130,7 @@ def _workload(setting: Setting, name: str, steps: int, seeds: int) -> dict[str, 
         labels = setting.pick(smoke=dict.fromkeys(smoke), desk=labels, full=labels)
         return [label for label in labels if _asked(setting, label)]
 
+    before = len(setting.missing)
     # What is cut short shall have ours in it, and grids before what depends on them.
     curves = _some(setting, chosen(_ALONE, ("Meka, PI",)), curve)
     grids, rates = {}, {}
@@ -138,7 +141,8 @@ def _workload(setting: Setting, name: str, steps: int, seeds: int) -> dict[str, 
         curves[label] = _curve(runs[rates[label]], rates[label])
     curves |= _some(setting, chosen(_FOLLOWING, ("SVRG",)), curve)
     if not curves:
-        raise Unfinished(name)
+        del setting.missing[before:]
+        raise Unfinished(f"all of {name}")
     curves = {label: curves[label] for label in _COLORS if label in curves}
     return {"steps": steps, "curves": curves, "grids": grids}
 
@@ -277,7 +281,7 @@ def _others(
                 if diverges
                 else f"{ours} ends at or below 1.25 times AdaDelta's training loss",
                 f"AdaDelta {last:.3g}, {ours} {middle[ours]:.3g}",
-                last > np.log(10) if diverges else middle[ours] <= _SLACK * last,
+                bool(last > np.log(10) if diverges else middle[ours] <= _SLACK * last),
             )
         )
     return found

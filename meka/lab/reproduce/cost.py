@@ -60,18 +60,25 @@ def run(setting: Setting) -> dict[str, Any]:
         desk=("mnist",),
         full=("mnist", "cifar10-cnn", "cifar10-resnet32"),
     )
+    names = setting.select(names)
     kinds = {"time": _times, "memory": _memory}
 
-    def measure(name: str) -> dict[str, Any]:
-        workload = training.load(name, setting.data_dir)
+    def measure(kind: str) -> dict[str, Any]:
         return setting.each(
-            kinds,
-            lambda kind: setting.piece(
-                f"{name} {kind}", {}, lambda: kinds[kind](setting, workload)
+            names,
+            lambda name: setting.piece(
+                f"{name} {kind}",
+                {},
+                lambda: kinds[kind](setting, training.load(name, setting.data_dir)),
             ),
         )
 
-    return {"workloads": setting.each(setting.select(names), measure)}
+    found = setting.each(kinds, measure)
+    workloads = {
+        name: {kind: own[name] for kind, own in found.items() if name in own}
+        for name in names
+    }
+    return {"workloads": {name: own for name, own in workloads.items() if own}}
 
 
 def _times(setting: Setting, workload: Workload) -> dict[str, Any]:

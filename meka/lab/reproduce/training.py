@@ -90,13 +90,13 @@ def steps_for(setting: Setting, name: str, epochs: float) -> int:
 
 
 def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
-    loop = _loop(run, setting.data_dir, build or _from_table(run))
+    loop = _loop(run, setting.data_dir, build)
     method = loop.method
     watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
     ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
     carry, done, logs = loop.start(), 0, []
     knob = run.learning_rate if run.knob is None else run.knob
-    if knob is not None:
+    if knob is not None and isinstance(carry.state, Turned):
         value = jnp.full_like(carry.state.value, knob)
         carry = carry._replace(state=carry.state._replace(value=value))
     records = [loop.evaluate(carry)]
@@ -185,15 +185,16 @@ _LOOPS: OrderedDict[str, Loop] = OrderedDict()  # compiled, and likely asked for
 _KEPT = 4
 
 
-def _loop(run: Run, data_dir: str | None, build: Build) -> Loop:
+def _loop(run: Run, data_dir: str | None, build: Build | None = None) -> Loop:
     """The loop of a run; the same for runs that differ in what compiles nothing."""
     unlike: dict[str, Any] = {"label": "", "logs": (), "evaluations": 1, "knob": None}
-    if run.learning_rate is not None:
+    if build is None and run.learning_rate is not None:
         unlike["learning_rate"] = 0.0  # part of the state
     same = dataclasses.asdict(dataclasses.replace(run, **unlike))
     key = json.dumps([same, data_dir], sort_keys=True)
     if key not in _LOOPS:
         workload = load(run.workload, data_dir, run.augment)
+        build = build or _from_table(run)
         _LOOPS[key] = Loop(
             workload, build(workload), seeds=run.seeds, batch_size=run.batch_size
         )
