@@ -82,7 +82,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def _times(setting: Setting, workload: Workload) -> dict[str, Any]:
-    rounds, steps = setting.pick(smoke=(3, 5), desk=(40, 20), full=(60, 20))
+    rounds, steps = setting.pick(smoke=(3, 5), desk=(40, 20), full=(30, 20))
     count = setting.pick(smoke=3, desk=4, full=4)
     chosen = dict(list(_METHODS.items())[:count])
     turns = {
