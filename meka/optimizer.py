@@ -118,7 +118,7 @@ def scale_by_meka(
         moved = path.length**2
         known = _finite(state.gradient.variance)
         slope_variance = quadratic_form(known, displacement, moved)
-        value, model_error, innovation = _filter_value(
+        value, model_error, innovation = filter_value(
             state.value,
             y,
             rise=along + path.curvature.mean * moved / 2,
@@ -140,7 +140,7 @@ def scale_by_meka(
                 change.variance,
                 g.variance,
                 state.count,
-                observation.followed,
+                observation,
             )
         gradient, gain = correct(forget(believed, last.strayed), g)
 
@@ -238,7 +238,7 @@ def adameka(
     )
 
 
-def _filter_value(
+def filter_value(
     belief: Gaussian, y: Moments, rise: Array, spread: Array
 ) -> tuple[Gaussian, Array, Array]:
     """The function value's filter, with the model error λ of App. B.1.
@@ -311,9 +311,10 @@ def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     """Fill in the noise of gradient, change and curvature where it was not measured.
 
     That of the gradient is taken to be as it last was, and so is the curvature itself
-    where the change was not measured. The other two, per unit of displacement, follow from the curvature of single examples: they move slowly and
-    lie in few directions, so that one measurement says little, and what stands for
-    many steps is an average of several.
+    where the change was not measured. The other two, per unit of displacement, follow
+    from the curvature of single examples: they move slowly and lie in few directions,
+    so that one measurement says little, and what stands for many steps is an average
+    of several.
     """
     gradient, change, path = observation.gradient, observation.change, observation.path
     if observation.measured is True:
@@ -368,22 +369,25 @@ def _sound(info: Info, observation: Observation, length: Array) -> Array:
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
 
+def refused(state: State, observation: Observation) -> State:
+    """The state after a step that was not taken: as it was, and one more count."""
+    info = state.info._replace(
+        suspect=observation.suspect,
+        accepted=jnp.zeros((), bool),
+        rejected=state.info.rejected + 1,
+    )
+    return state._replace(info=info)
+
+
 def _accept(accepted, heading, step_size, new, old, observation, params):
     """The step and the new state, or no step and the old state with one more count."""
-    rejected = old._replace(
-        info=old.info._replace(
-            suspect=observation.suspect,
-            accepted=jnp.zeros((), bool),
-            rejected=old.info.rejected + 1,
-        )
-    )
     step = jnp.where(accepted, -step_size, 0)
     updates = jax.tree.map(
         lambda d, p: jnp.where(accepted, step.astype(d.dtype) * d, 0).astype(p.dtype),
         heading,
         params,
     )
-    return updates, tree.select(accepted, new, rejected)
+    return updates, tree.select(accepted, new, refused(old, observation))
 
 
 def _finite(variance: PyTree) -> PyTree:
