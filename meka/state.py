@@ -67,9 +67,10 @@ class State(NamedTuple):
     path_noise: Average
     gradient_error: Average
     held: Held
-    model: Average
+    model: Average  # and the sizes of its curvature and of its direction, squared
     direction_norm: Array
     measuring_length: Array
+    longest: Array  # length of the longest step so far
     info: Info
 
 
@@ -109,9 +110,10 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         path_noise=Average.like((zero, zero)),
         gradient_error=Average.like((zero, zero)),
         held=Held(zero, Average.like((zero, zero))),
-        model=Average.like(empty),
+        model=Average.like((empty, (zero, zero))),
         direction_norm=zero,
         measuring_length=length.astype(dtype),
+        longest=zero,
         info=info,
     )
     # Every leaf a buffer of its own, so that parameters and state can be donated.
