@@ -284,6 +284,7 @@ def combinations(*runs: tuple[str, str, bool]) -> list:
         ),
         ("noisy_quadratic", "lagged", True),
         ("rosenbrock", "current", False),
+        ("rosenbrock", "lagged", False),
         *(("now_and_then", probe, False) for probe in PROBES),
     ),
 )
@@ -328,7 +329,8 @@ def test_problems_exercise_the_edges():
     assert (idle["step_size"] == 0).any()
     assert (idle["displacement_norm"][1:] == 0).any()
     assert (idle["model_error"] > 0).any()
-    assert idle["overshot"][-1] > 0
+    far = plain("rosenbrock", "lagged", False, "difference", "scaled", "steepest")
+    assert far["overshot"][-1] > 0
 
 
 @pytest.mark.parametrize(
