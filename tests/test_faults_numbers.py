@@ -318,9 +318,9 @@ def test_where_nothing_moved_the_curvature_is_that_of_the_new_direction():
     optimizer, step = traps.compiled(probe="lagged", rule="quadratic")
     params = traps.start(0.0, 0.0, 0.0)
     state = optimizer.init(params)
-    noise = np.tile([[1.0], [-1.0]], (traps.COUNT // 2, traps.SIZE))
+    noise = np.repeat([1.0, -1.0], traps.COUNT // 2)[:, None]
     for pull in (-0.01, 0.03, -1.0):
-        batch = traps.batch(bend=2.0, linear=noise + [pull, 0.0, 0.0])
+        batch = traps.batch(bend=2.0, linear=noise + np.array([pull, 0.0, 0.0]))
         params, state, info = step(params, state, batch)
         assert (info.step_size == 0) == (pull > 0)
     assert info.direction_norm > 0.1
