@@ -17,7 +17,10 @@ from meka.tree import Array, PyTree
 
 # Noise is followed closely: as a network learns it falls by orders of magnitude, and
 # a filter that remembers too much of it trusts its own prediction for too long.
-_NOISE_DECAY, _PATH_DECAY, _ERROR_DECAY = 0.9, 0.97, 0.98
+_NOISE_DECAY = 0.98
+_NOISE_EVERY = 16
+# D grows through four decades in a tenth of the run, or in two hundred steps.
+_DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -34,13 +37,15 @@ class Automatic(optax.GradientTransformationExtraArgs):
 
     transport = staticmethod(difference)
     probe = staticmethod(lagged)
+    noise_every = _NOISE_EVERY
 
 
 def auto(total_steps: int | None = None) -> Automatic:
     """The setting to start with; there is nothing else to set.
 
-    The filtered gradient with Adam's momentum and second moment, as long as the
-    distance to the solution says (`meka.distance`). With ``total_steps`` the length
+    Adam's momentum and second moment, as long as the distance to the solution says
+    (`meka.distance`), of the gradient: filtered where errors of the filter do not add
+    up to more than it saves, and of the minibatch elsewhere (`meka.lasting`). With ``total_steps`` the length
     falls linearly to zero over the run, which is the better choice where its length
     is known. Without, the length stays and an average of the iterates is kept, one
     more buffer: evaluate `averaged` then.
@@ -53,9 +58,9 @@ def auto(total_steps: int | None = None) -> Automatic:
     inner = scale_by_meka(
         probability_of_improvement,
         noise_decay=_NOISE_DECAY,
-        path_decay=_PATH_DECAY,
-        error_decay=_ERROR_DECAY,
+        lasting=True,
     )
+    growth = 10 ** (_DECADES / (_SHARE * total_steps if total_steps else _WITHOUT_END))
 
     def init(params: PyTree) -> AutoState:
         average = () if total_steps else tree.widen(params)
@@ -88,6 +93,7 @@ def auto(total_steps: int | None = None) -> Automatic:
             observation.gradient.mean,
             seen.gradient.mean,
             rate,
+            growth,
         )
         accepted = seen.info.accepted
         updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)

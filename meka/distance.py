@@ -5,9 +5,12 @@ start x0 on its far side. Weighted sums of both over the run make a lower bound 
 the distance that grows quickly from a tiny guess and then stays (Mishchenko and Defazio
 2023, "Prodigy", with Adam's moments).
 
-Here the direction is the filtered gradient's and the distance is judged by the raw one.
-The filter remembers its errors, and the parameters drift along them, so <m, x0 - x>
-is positive by their square alone; a fresh minibatch knows nothing of that.
+Here the direction is the filtered gradient's, with Nesterov's look ahead, and the
+distance is judged by the raw gradient. The filter remembers its errors, and the
+parameters drift along them, so <m, x0 - x> is positive by their square alone; a fresh
+minibatch knows nothing of that. And D may grow by a factor a step at most: a step that
+is too long is followed by a gradient that points back at the start, which makes D grow
+further still. Small steps first tell what the large ones need to know.
 """
 
 from typing import NamedTuple
@@ -46,7 +49,13 @@ def start(params: PyTree) -> Distance:
 
 
 def advance(
-    state: Distance, params: PyTree, gradient: PyTree, filtered: PyTree, rate: Array
+    state: Distance,
+    params: PyTree,
+    gradient: PyTree,
+    filtered: PyTree,
+    rate: Array,
+    growth: float,
+    nesterov: bool = True,
 ) -> tuple[PyTree, Distance]:
     """The step to take, and the state after it.
 
@@ -56,6 +65,8 @@ def advance(
       gradient: of the minibatch.
       filtered: the belief about the whole gradient.
       rate: where the run is in its schedule, 1 for full steps.
+      growth: the most by which the distance may grow, as a factor.
+      nesterov: step along the momentum as it will be after this gradient.
     """
     count, distance = state.count + 1, state.distance
     age = count.astype(distance.dtype)
@@ -73,6 +84,7 @@ def advance(
     # Both moments carry D, so that what was seen at a tiny D is soon outweighed.
     fresh = (1 - _MOMENTUM) * distance
     momentum = _mix(_MOMENTUM, state.momentum, fresh, filtered)
+    ahead = _mix(_MOMENTUM, momentum, fresh, filtered) if nesterov else momentum
     fresh = (1 - _SECOND) * distance**2
     second = _mix(_SECOND, state.second, fresh, jax.tree.map(jnp.square, gradient))
     floor = distance * _EPSILON
@@ -80,11 +92,11 @@ def advance(
         lambda m, v, p: (
             -length.astype(m.dtype) * m / (jnp.sqrt(v) + floor.astype(m.dtype))
         ).astype(p.dtype),
-        momentum,
+        ahead,
         second,
         params,
     )
-    distance = jnp.maximum(distance, bound)
+    distance = jnp.clip(bound, distance, growth * distance)
     new = Distance(count, distance, won, pull, state.start, momentum, second)
     return updates, new
 

@@ -60,6 +60,7 @@ class Observation(NamedTuple):
     groups: Array  # groups that hold at least one example
     suspect: Array  # index of the first example whose loss is not finite, or -1
     measured: Array | bool = True  # false: variances of gradient and path are not known
+    followed: Array | bool = True  # false: the change of the gradient is not known
 
 
 def hessian_at_current(
@@ -92,6 +93,22 @@ def difference(
     return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
 
 
+def _difference_where(
+    follow: Array | bool,
+    loss: Loss,
+    params: PyTree,
+    previous: PyTree,
+    displacement: PyTree,
+) -> tuple[Array, PyTree, PyTree]:
+    """`difference` where it is asked for, and zero elsewhere."""
+    del displacement
+    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    before = jax.lax.cond(
+        follow, lambda: jax.grad(lambda p: loss(p)[0])(previous), lambda: gradient
+    )
+    return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
+
+
 def per_example(loss: Callable[[PyTree, PyTree], Array]) -> Losses:
     """Lift the loss of one example to the losses of a batch."""
     return jax.vmap(loss, in_axes=(None, 0))
@@ -109,6 +126,7 @@ def observe(
     mask: Array | None = None,
     micro_batches: int = 1,
     measure: Array | bool = True,
+    follow: Array | bool = True,
 ) -> Observation:
     """Measure value, gradient and change of the gradient since ``previous``.
 
@@ -127,6 +145,9 @@ def observe(
         differentiated as a whole, which is cheaper, and the variances of gradient,
         change and path are zero, to be filled in by whoever remembers them; see
         ``measured``. Micro-batches are groups anyway and always measured.
+      follow: whether to measure the change of the gradient. Where false it is zero
+        and costs nothing; see ``followed``. It is measured anyway by transports other
+        than `difference`, which share work with the gradient, and in micro-batches.
     """
     check_params(params)
     check_previous(params, previous)
@@ -134,13 +155,17 @@ def observe(
     check_losses(losses, params, batch, count)
     check_groups(count, groups, micro_batches)
     displacement = tree.subtract(tree.widen(params), tree.widen(previous))
-    look = partial(_look, losses, transport, params, previous, displacement)
+    everything = measure is True or micro_batches > 1 or diagonal
+    if everything or transport is not difference:
+        follow = True
+    where = (params, previous, displacement)
+    look = partial(_look, losses, transport, *where)
     parts = max(groups, micro_batches)
     batch, weights = _fill(batch, mask, -count % parts)
     deal = partial(_deal, parts=parts)
 
     shares = deal(weights)
-    if measure is True or micro_batches > 1 or diagonal:
+    if everything:
         measured, hands = True, jax.tree.map(deal, batch)
         if micro_batches == 1:
             looks, values = _all_groups(look, hands, shares, diagonal)
@@ -159,10 +184,13 @@ def observe(
             lambda: _scatters(look, _sample((batch, weights), some), groups),
             lambda: _no_scatters(params),
         )
+        if follow is not True:
+            look = partial(_look, losses, partial(_difference_where, follow), *where)
         whole, values = look(*jax.tree.map(lambda x: x[:count], (batch, weights)))
         looks = _around(whole, shares, scatters)
     held = jnp.sum(weights.reshape(-1, groups), axis=0)
-    return _observation(looks, values, weights[:count], held, measured)
+    seen = _observation(looks, values, weights[:count], held, measured)
+    return seen._replace(followed=follow)
 
 
 class _Looks(NamedTuple):

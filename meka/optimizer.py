@@ -18,6 +18,7 @@ from meka.gaussian import (
     quadratic_form,
 )
 from meka.improvement import ImprovementModel, Rule, probability_of_improvement
+from meka.lasting import look_along, unlearn
 from meka.observation import Observation
 from meka.overshoot import ends, forget, second_thoughts
 from meka.probe import Probe, Scene
@@ -37,8 +38,7 @@ def scale_by_meka(
     value_decay: float = 0.999,
     noise_decay: float = 0.999,
     model_decay: float = 0.999,
-    path_decay: float | None = None,
-    error_decay: float | None = None,
+    lasting: bool = False,
     diagonal: bool = False,
     third_order: float | None = None,
     prior_variance: float = float("inf"),
@@ -55,14 +55,9 @@ def scale_by_meka(
       value_decay: decay of the average of r, the noise of the loss (β_r).
       noise_decay: decay of the average of Σ, the noise of the gradient (β_Σ).
       model_decay: decay of the average of the improvement model (β_α).
-      path_decay: None takes Q, the noise of the change, as its average over
-        coordinates (the paper). A number takes it, relative to Σ, to be at least what
-        it is along the step, averaged with this decay: steps lie along directions of
-        high curvature, where the change is noisier than elsewhere and an error of the
-        gradient costs most.
-      error_decay: None trusts the model of the gradient (the paper). A number is the
-        decay of the average by which the error of that model is inferred from the
-        innovations, as λ is for the value, and added to the predicted variance.
+      lasting: choose the gain for errors that add up over the run (`meka.lasting`)
+        instead of the error of the moment (the paper), and do without the filter where
+        it does not pay.
       diagonal: one variance per coordinate instead of one for all.
       third_order: None leaves the third-order term of App. B.2 out; a number includes
         it with this lower bound on λ/|δ|⁶ (0 for the inferred value alone).
@@ -73,18 +68,18 @@ def scale_by_meka(
         value_decay=value_decay,
         noise_decay=noise_decay,
         model_decay=model_decay,
-        path_decay=path_decay,
-        error_decay=error_decay,
     )
-    if path_decay is not None and diagonal:
-        raise ValueError("path_decay: variances per coordinate have no use for it")
+    if lasting and diagonal:
+        raise ValueError("lasting=True: needs one variance for all coordinates")
     if third_order is not None and not third_order >= 0:
         raise ValueError(f"third_order={third_order}: must be None or >= 0")
     if not prior_variance > 0:
         raise ValueError(f"prior_variance={prior_variance}: must be positive")
 
     def init(params: PyTree) -> State:
-        return initial_state(params, diagonal=diagonal, prior_variance=prior_variance)
+        return initial_state(
+            params, diagonal=diagonal, prior_variance=prior_variance, lasting=lasting
+        )
 
     def update(
         updates: PyTree,
@@ -111,9 +106,10 @@ def scale_by_meka(
         y = Moments(observation.value.mean, value_noise.mean)
         g = Moments(observation.gradient.mean, gradient_noise.mean)
         change, path = observation.change, observation.path
-        path_noise = state.path_noise
-        if path_decay is not None:
-            path_noise, change = _along_the_path(path_noise, path_decay, observation, g)
+        errors = state.lasting
+        if lasting:
+            errors, noise = look_along(errors, noise_decay, observation, g.variance)
+            change = Moments(change.mean, noise)
 
         # Filter: the value first, since it is moved by the old gradient.
         predicted = predict(state.gradient, change)
@@ -138,12 +134,17 @@ def scale_by_meka(
             * (average_variance(known, g.mean) + average_variance(g.variance, g.mean)),
             change_noise=tree.size(g.mean) * average_variance(change.variance, g.mean),
         )
-        gradient_error = state.gradient_error
-        if error_decay is not None:
-            gradient_error, predicted = _doubt(
-                gradient_error, error_decay, predicted, g, surprise_square
+        believed = predicted
+        if lasting:
+            errors, believed = unlearn(
+                errors,
+                predicted,
+                change.variance,
+                g.variance,
+                state.count,
+                observation.followed,
             )
-        gradient, gain = correct(forget(predicted, last.strayed), g)
+        gradient, gain = correct(forget(believed, last.strayed), g)
 
         # Aim.
         heading = direction(gradient)
@@ -216,8 +217,7 @@ def scale_by_meka(
             previous_params=params,
             value_noise=value_noise,
             gradient_noise=gradient_noise,
-            path_noise=path_noise,
-            gradient_error=gradient_error,
+            lasting=errors,
             model=average,
             direction_norm=heading_norm,
             held=held,
@@ -341,8 +341,8 @@ def _third_order(floor, model_error, length, heading_norm) -> Array:
 def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     """Fill in the noise of gradient, change and curvature where it was not measured.
 
-    That of the gradient is taken to be as it last was. The other two, per unit of
-    displacement, follow from the curvature of single examples: they move slowly and
+    That of the gradient is taken to be as it last was, and so is the curvature itself
+    where the change was not measured. The other two, per unit of displacement, follow from the curvature of single examples: they move slowly and
     lie in few directions, so that one measurement says little, and what stands for
     many steps is an average of several.
     """
@@ -353,55 +353,24 @@ def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     ratio = _per_square(change.variance, path.length)
     usable = measured & (path.length > 0) & jnp.isfinite(ratio)
     fresh = held.path.add((ratio, path.curvature.variance), _HELD_DECAY)
+    known = jnp.asarray(observation.followed)
+    bend = jnp.where(known, path.curvature.mean, held.curvature)
     held = Held(
         jnp.where(measured, gradient.variance, held.gradient),
         tree.select(usable, fresh, held.path),
+        bend,
     )
-    ratio, bend = held.path.mean
-    path = path._replace(curvature=Moments(path.curvature.mean, bend))
+    ratio, spread = held.path.mean
+    slope = jnp.where(known, 0, bend * path.length) + path.slope.mean
+    path = path._replace(
+        slope=Moments(slope, path.slope.variance), curvature=Moments(bend, spread)
+    )
     observation = observation._replace(
         gradient=Moments(gradient.mean, held.gradient),
         change=Moments(change.mean, ratio * path.length**2),
         path=path,
     )
     return observation, held
-
-
-def _along_the_path(
-    noise: Average, decay: float, observation: Observation, g: Moments
-) -> tuple[Average, Moments]:
-    """The change with a noise that is no smaller, beside Σ, than along the step."""
-    change, path = observation.change, observation.path
-    seen = jnp.asarray(observation.measured) & (path.length > 0)
-    fresh = (path.curvature.variance, path.slope.variance)
-    noise = noise.add(fresh, decay, seen)
-    curvature, slope = noise.mean
-    along = _ratio(curvature, slope) * path.length**2 * g.variance
-    return noise, Moments(change.mean, jnp.maximum(change.variance, along))
-
-
-def _doubt(
-    average: Average, decay: float, predicted: Gaussian, g: Moments, surprise: Array
-) -> tuple[Average, Gaussian]:
-    """The predicted gradient, less certain where its predictions have been failing.
-
-    Q knows the noise of the change and not the error of its Taylor model. What the
-    innovations show beyond noise, |g - m⁻|²/d - P⁻ - Σ, is that error. Averaged over
-    time, in units of the noise, it is believed as far as it exceeds thrice its own
-    standard deviation: in few dimensions an innovation is large by chance alone.
-    """
-    prior = average_variance(predicted.variance, g.mean)
-    noise = average_variance(g.variance, g.mean)
-    known = jnp.isfinite(prior) & (noise > 0)
-    unit = jnp.where(known, noise, 1)
-    excess = surprise / tree.size(g.mean) - prior - noise
-    excess = jnp.where(known, excess / unit, 0)
-    average = average.add((excess, excess**2), decay, known)
-    mean, square = average.mean
-    spread = jnp.sqrt(jnp.maximum(square - mean**2, 0) * (1 - decay) / (1 + decay))
-    error = unit * jnp.maximum(mean - 3 * spread, 0)
-    variance = jax.tree.map(lambda v: v + error.astype(v.dtype), predicted.variance)
-    return average, Gaussian(predicted.mean, variance)
 
 
 def _spreads(
@@ -488,7 +457,7 @@ def _check_structure(state: State, observation: Observation) -> None:
         )
 
 
-def _check_decays(**decays: float | None) -> None:
+def _check_decays(**decays: float) -> None:
     for name, decay in decays.items():
-        if isinstance(decay, (int, float)) and not 0 <= decay < 1:
+        if not 0 <= decay < 1:
             raise ValueError(f"{name}={decay}: must be in [0, 1)")

@@ -10,6 +10,7 @@ from meka.average import Average
 from meka.checks import check_params
 from meka.gaussian import Gaussian
 from meka.improvement import ImprovementModel
+from meka.lasting import Lasting, begin
 from meka.tree import Array, PyTree
 
 # Before any curvature is known, a step of this length, relative to the parameters,
@@ -53,6 +54,7 @@ class Held(NamedTuple):
 
     gradient: Array  # Sigma as it last was
     path: Average  # Q per squared length of the displacement, variance of curvature
+    curvature: Array  # along the displacement, as it last was
 
 
 class State(NamedTuple):
@@ -64,8 +66,7 @@ class State(NamedTuple):
     previous_params: PyTree
     value_noise: Average
     gradient_noise: Average
-    path_noise: Average
-    gradient_error: Average
+    lasting: Lasting | tuple[()]
     held: Held
     model: Average  # and the sizes of its curvature and of its direction, squared
     direction_norm: Array
@@ -74,7 +75,9 @@ class State(NamedTuple):
     info: Info
 
 
-def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> State:
+def initial_state(
+    params: PyTree, *, diagonal: bool, prior_variance: float, lasting: bool = False
+) -> State:
     """The state before the first step; infinite prior variance knows nothing."""
     # optax itself asks for the state of no parameters, as in optax.tree.map_params.
     check_params(params, allow_empty=True)
@@ -107,9 +110,8 @@ def initial_state(params: PyTree, *, diagonal: bool, prior_variance: float) -> S
         previous_params=previous,
         value_noise=Average.like(zero),
         gradient_noise=Average.like(noise),
-        path_noise=Average.like((zero, zero)),
-        gradient_error=Average.like((zero, zero)),
-        held=Held(zero, Average.like((zero, zero))),
+        lasting=begin(zero) if lasting else (),
+        held=Held(zero, Average.like((zero, zero)), zero),
         model=Average.like((empty, (zero, zero))),
         direction_norm=zero,
         measuring_length=length.astype(dtype),

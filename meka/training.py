@@ -46,7 +46,7 @@ def make_step(
       micro_batches: differentiate the batch in this many parts, to save memory.
       noise_every: split the batch into groups at this many steps (and at each of the
         first so many), and remember the noise in between; 1 is the paper. By default
-        8, and 1 where variances are kept per coordinate.
+        8, 16 for `auto`, and 1 where variances are kept per coordinate.
 
     ``number``, the number of the step, decides where noise is measured. It is counted
     in the state by default; who maps the step over seeds passes it unmapped, since a
@@ -54,6 +54,7 @@ def make_step(
     """
     move: Transport = transport or getattr(optimizer, "transport", hessian_at_current)
     look: ProbeFunction = probe or getattr(optimizer, "probe", current)
+    usual: int = getattr(optimizer, "noise_every", _NOISE_EVERY)
     optimizer = optax.with_extra_args_support(optimizer)
     if noise_every is not None and noise_every < 1:
         raise ValueError(f"noise_every={noise_every}: must be at least 1")
@@ -68,13 +69,14 @@ def make_step(
         check_wrappers(state)
         own = find_state(state)
         diagonal = tree.same_structure(own.gradient.variance, params)
-        every = noise_every or (1 if diagonal else _NOISE_EVERY)
+        every = noise_every or (1 if diagonal else usual)
         if diagonal and every > 1:
             raise ValueError(
                 f"noise_every={every}: variances per coordinate have to be measured at "
                 "every step, noise_every=1"
             )
         number = own.count if number is None else number
+        measure = every == 1 or (number < every) | (number % every == 0)
         observation = observe(
             losses,
             params,
@@ -85,7 +87,8 @@ def make_step(
             diagonal=diagonal,
             mask=mask,
             micro_batches=micro_batches,
-            measure=every == 1 or (number < every) | (number % every == 0),
+            measure=measure,
+            follow=not own.lasting or own.lasting.follow | measure,
         )
         along = curve(losses, params, batch, mask=mask, micro_batches=micro_batches)
         updates, new_state = optimizer.update(

@@ -10,7 +10,7 @@ from optax import contrib
 
 from meka.lab import optimizers
 from meka.lab.data import Data
-from meka.lab.loop import CHUNK, Loop
+from meka.lab.loop import CHUNK, Loop, _Evaluator
 from meka.lab.methods import Method
 from meka.lab.workloads import Workload, WorkloadError
 
@@ -240,6 +240,17 @@ def test_evaluation_is_the_mean_over_all_data():
             loss, accuracy = direct(params, batch)
             assert results[f"{name}_loss"] == pytest.approx(loss, rel=1e-5)
             assert results[f"{name}_accuracy"] == pytest.approx(accuracy, abs=1e-3)
+
+
+def test_seeds_evaluated_in_turn_are_as_those_evaluated_at_once():
+    workload = least_squares(2500, 100, correct=above)
+    params = make("sgd", workload, seeds=3).start().params
+    at_once = _Evaluator(workload, True, None)(params)
+    convolutional = dataclasses.replace(workload, scan=False)
+    in_turn = _Evaluator(convolutional, True, None)(params)
+    assert at_once.keys() == in_turn.keys()
+    for name, values in in_turn.items():
+        np.testing.assert_allclose(values, at_once[name], rtol=1e-5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="all of it everywhere else")

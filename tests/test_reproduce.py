@@ -199,6 +199,56 @@ def test_an_interrupt_keeps_the_page_of_what_was_finished(small, tmp_path):
     assert 'id="cost"' in (out / "index.html").read_text()
 
 
+class Parted(Small):
+    """As `Small`, of parts that can be shown without the others."""
+
+    def run(self, setting: Setting) -> dict[str, Any]:
+        parts = setting.each(
+            range(3), lambda k: setting.piece(f"p{k}", {"k": k}, self._maker(k))["k"]
+        )
+        return {"sum": sum(parts.values())}
+
+
+def test_what_is_finished_is_shown_without_training_and_says_what_lacks(
+    monkeypatch, tmp_path, capsys
+):
+    module = Parted()
+    monkeypatch.setattr(Experiment, "_module", module)
+    arguments = ["cost", "--scale", "smoke", "--out", str(tmp_path)]
+    path = tmp_path / "cost" / "data.json"
+    assert plain_command.main([*arguments, "--finished"]) == 0
+    assert "nothing of it is finished" in capsys.readouterr().out
+    assert not path.exists()
+    module.interrupt = True
+    assert plain_command.main(arguments) == 130
+    assert plain_command.main([*arguments, "--finished"]) == 0
+    assert module.made == [0]
+    assert strict(path)["missing"] == ["p1", "p2"]
+    text = (tmp_path / "index.html").read_text()
+    assert "neither shown nor judged: p1, p2." in text
+    assert "does not hold</span>, as far as it was run" in text
+    module.interrupt = False
+    assert plain_command.main(arguments) == 0  # goes on: it was not complete
+    assert module.made == [0, 1, 2]
+    assert "missing" not in strict(path)
+    assert "as far as" not in (tmp_path / "index.html").read_text()
+
+
+def test_a_record_says_where_its_pieces_were_made(small, tmp_path):
+    arguments = ["cost", "--scale", "smoke", "--out", str(tmp_path)]
+    assert plain_command.main(arguments) == 0
+    path = tmp_path / "cost" / "data.json"
+    here = strict(path)["environment"]
+    path.unlink()
+    piece = next((tmp_path / "cache" / "cost").glob("p0-*"))
+    there = here | {"device": "a very fast one"}
+    piece.write_text(json.dumps(strict(piece) | {"environment": there}))
+    assert plain_command.main(arguments) == 0
+    record = strict(path)
+    assert [record["environment"], *record["other_environments"]] == [there, here]
+    assert "a very fast one" in (tmp_path / "index.html").read_text()
+
+
 def test_a_piece_with_other_settings_is_another_piece(tmp_path):
     where = Setting("smoke", cache=tmp_path)
     first = where.piece("a/b c", {"steps": 1}, lambda: {"x": 1})
@@ -239,6 +289,14 @@ def test_a_failed_check_is_shown_and_explained_or_said_not_to_be(small, tmp_path
         (("cost", "--seeds", "0"), "seeds must be at least 1"),
         (("cost", "--epochs", "-1"), "epochs must be positive"),
         (("cost", "--scale", "smoke", "--workloads", "imagenet"), "none of imagenet"),
+        (
+            ("all-optimizers", "--scale", "smoke", "--optimizers", "sdg"),
+            "sdg takes no part",
+        ),
+        (
+            ("all-optimizers", "--scale", "smoke", "--optimizers", "svrg"),
+            "svrg takes the tuned step of sgd",
+        ),
     ],
 )
 @pytest.mark.parametrize("how", ["meka", "plain"])
@@ -300,6 +358,16 @@ def test_a_run_whose_seeds_all_diverge_ends_there(tmp_path):
     assert found["train_loss"][-1] == [None, None]
     assert found["logs"]["loss"][-1] == [None, None]
     assert np.isinf(training.final(found)).all()
+
+
+def test_learning_rates_share_a_compilation_and_are_kept_apart():
+    runs = [Run(f"{r}", "quadratic", "sgd", 20, 2, r) for r in (1e-3, 1e-2)]
+    first, second = (training.train(Setting("smoke"), run) for run in runs)
+    loops = [training._loop(run, None) for run in runs]
+    assert loops[0] is loops[1]
+    assert first["logs"]["step_size"][-1] == [1e-3, 1e-3]
+    assert second["logs"]["step_size"][-1] == [1e-2, 1e-2]
+    assert second["train_loss"][-1] != first["train_loss"][-1]
 
 
 def test_a_verdict_reads_back():

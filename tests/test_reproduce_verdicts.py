@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from meka.lab.reproduce.table import TABLE
-from meka.lab.reproduce.verdict import FAILS, HOLDS, Check, Reason, judge
+from meka.lab.reproduce.verdict import FAILS, HOLDS, UNJUDGED, Check, Reason, judge
 
 STEPS = list(range(0, 101))
 
@@ -313,6 +314,29 @@ def test_on_resnet_it_is_adameka_that_must_match():
     assert holds("all-optimizers", data)
     curves["AdaMeka, PI"] = trained(5.0) | {"rate": None}
     assert not holds("all-optimizers", data)
+
+
+def test_without_ours_nothing_is_judged_and_without_rivals_little():
+    data = all_optimizers()
+    (own,) = data["workloads"].values()
+    for rival in ("SGD", "momentum", "Adam"):
+        own["curves"].pop(rival, None)
+    names = {c.name.partition(" on ")[0] for c in TABLE["all-optimizers"].verdict(
+        data, "full").checks}  # fmt: skip
+    assert not names & {"SGD", "momentum", "Adam", "accuracy", "generalises"}
+    del own["curves"]["Meka, PI"]
+    assert TABLE["all-optimizers"].verdict(data, "full").word == UNJUDGED
+
+
+def test_a_verdict_on_cifar_is_plain_values():
+    data = all_optimizers()
+    data["workloads"] = {"cifar10-cnn": next(iter(data["workloads"].values()))}
+    data["workloads"]["cifar10-cnn"]["curves"]["AdaDelta"] = {"rate": 1.0} | trained(
+        None
+    )
+    verdict = TABLE["all-optimizers"].verdict(data, "full")
+    assert any(c.name == "AdaDelta on cifar10-cnn" and c.holds for c in verdict.checks)
+    json.dumps(verdict.to_dict())
 
 
 def test_nothing_checked_is_nothing_held():

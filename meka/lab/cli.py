@@ -369,6 +369,10 @@ class Reproduce:
     """In the place of each experiment's own length."""
     workloads: tuple[str, ...] = ()
     """Only these of the workloads an experiment trains."""
+    optimizers: tuple[str, ...] = ()
+    """Only these of the optimizers that all-optimizers trains."""
+    finished: bool = False
+    """Train nothing: show and judge what is finished, and say what is not."""
     data_dir: Path | None = None
 
     def run(self, console: Console) -> int:
@@ -392,6 +396,8 @@ class Reproduce:
                 seeds=self.seeds,
                 epochs=self.epochs,
                 workloads=self.workloads,
+                optimizers=self.optimizers,
+                finished=self.finished,
                 data_dir=self.data_dir,
                 command="meka " + shlex.join(sys.argv[1:]),
                 watch=display.watcher,

@@ -324,7 +324,11 @@ class _Evaluator:
             assert workload.draw is not None
             sample = workload.draw(jax.random.key(_SAMPLE_SEED), _SLICE)
             self._sets = {"train": (sample, _SLICE)}
-        self._sums = jax.jit(jax.vmap(self._slice_sums, (0, None)))
+        # As for the steps: mapped convolutions are slow, so one seed after the other.
+        in_turn = fast and not workload.scan
+        self._sums = jax.jit(
+            self._in_turn if in_turn else jax.vmap(self._slice_sums, (0, None))
+        )
 
     def __call__(self, params: PyTree) -> dict[str, np.ndarray]:
         workload, results = self._workload, {}
@@ -339,6 +343,9 @@ class _Evaluator:
             for what, value in total.items():
                 results[f"{name}_{what}"] = np.asarray(value) / rows
         return results
+
+    def _in_turn(self, params: PyTree, batch: PyTree) -> dict[str, jax.Array]:
+        return jax.lax.map(lambda own: self._slice_sums(own, batch), params)
 
     def _slice_sums(self, params: PyTree, batch: PyTree) -> dict[str, jax.Array]:
         sums = {"loss": jnp.sum(self._workload.losses(params, batch))}

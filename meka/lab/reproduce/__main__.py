@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--epochs", type=float)
     parser.add_argument("--workloads", nargs="+", default=())
+    parser.add_argument("--optimizers", nargs="+", default=())
+    parser.add_argument("--finished", action="store_true")
     parser.add_argument("--data-dir", type=Path)
     asked = parser.parse_args(arguments)
     if asked.list:
@@ -65,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             seeds=asked.seeds,
             epochs=asked.epochs,
             workloads=asked.workloads,
+            optimizers=asked.optimizers,
+            finished=asked.finished,
             data_dir=asked.data_dir,
             command="meka reproduce " + shlex.join(given),
             watch=_Lines,

@@ -8,7 +8,8 @@ import numpy as np
 
 from meka.lab import optimizers
 from meka.lab.reproduce import drawing, training
-from meka.lab.reproduce.setting import Setting, array
+from meka.lab.reproduce.setting import Setting, Unfinished, array
+from meka.lab.reproduce.table import ReproduceError
 from meka.lab.reproduce.training import Run
 from meka.lab.reproduce.verdict import Check, Reason
 
@@ -56,60 +57,134 @@ REASONS = (
 )
 
 _TUNED = {"SGD": "sgd", "momentum": "momentum", "Adam": "adam"}
+_FOLLOWING = {  # and whose tuned step they take
+    "SVRG": ("svrg", "SGD"),
+    "Meka, constant": ("meka-constant", "SGD"),
+    "AdaMeka, constant": ("adameka-constant", "Adam"),
+}
+_ALONE: dict[str, tuple[str, float | None]] = {
+    "Meka, PI": ("meka", None),
+    "AdaMeka, PI": ("adameka", None),
+    "AdaDelta": ("adadelta", 1.0),
+}
+_COLORS = {  # in the order in which they are shown
+    "SGD": drawing.GREEN,
+    "momentum": drawing.AMBER,
+    "Adam": drawing.PINK,
+    "AdaDelta": drawing.BROWN,
+    "SVRG": drawing.GREY,
+    "Meka, constant": drawing.SKY,
+    "AdaMeka, constant": "#882255",
+    "Meka, PI": drawing.BLUE,
+    "AdaMeka, PI": drawing.RED,
+}
 _SLACK, _POINTS = 1.25, 0.005
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Search the grids, then train what takes its step from them, and ours."""
+    """Train ours, search the grids, then train what takes its step from them."""
+    _refuse_unknown(setting.optimizers)
     names = setting.pick(
         smoke=("digits",),
         desk=("digits", "mnist"),
         full=("mnist", "cifar10-cnn", "cifar10-resnet32"),
     )
     seeds = setting.seeds or setting.pick(smoke=2, desk=5, full=5)
-    found = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=10
         )
         steps = training.steps_for(setting, name, epochs)
-        found[name] = _workload(setting, name, steps, seeds)
+        return _workload(setting, name, steps, seeds)
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
 
 
 def _workload(setting: Setting, name: str, steps: int, seeds: int) -> dict[str, Any]:
+    evaluations = min(10, max(4, round(setting.epochs or 10)))
+
     def train(optimizer: str, rate: float | None) -> dict[str, Any]:
         label = optimizer if rate is None else f"{optimizer} {rate:g}"
         run = Run(
             label, name, optimizer, steps, seeds, rate,
-            evaluations=setting.pick(smoke=2, desk=5, full=10),
+            evaluations=setting.pick(smoke=2, desk=5, full=evaluations),
         )  # fmt: skip
         return training.train(setting, run)
 
-    curves, grids, rates = {}, {}, {}
-    tuned = setting.pick(smoke=("SGD",), desk=tuple(_TUNED), full=tuple(_TUNED))
-    for label in tuned:
-        optimizer = _TUNED[label]
-        grid = optimizers.TABLE[optimizer].grid
+    def search(label: str) -> dict[float, Any]:
+        grid = optimizers.TABLE[_TUNED[label]].grid
         grid = setting.pick(smoke=grid[-2:-1], desk=grid, full=grid)
-        runs = {rate: train(optimizer, rate) for rate in grid}
+        return {rate: train(_TUNED[label], rate) for rate in grid}
+
+    def curve(label: str) -> dict[str, Any]:
+        if label in _ALONE:
+            optimizer, rate = _ALONE[label]
+        else:
+            optimizer, leader = _FOLLOWING[label]
+            rate = _taken(setting, name, label, leader, rates)
+        return _curve(train(optimizer, rate), rate)
+
+    def chosen(labels: dict[str, Any], smoke: tuple[str, ...]) -> list[str]:
+        labels = setting.pick(smoke=dict.fromkeys(smoke), desk=labels, full=labels)
+        return [label for label in labels if _asked(setting, label)]
+
+    before = len(setting.missing)
+    # What is cut short shall have ours in it, and grids before what depends on them.
+    curves = _some(setting, chosen(_ALONE, ("Meka, PI",)), curve)
+    grids, rates = {}, {}
+    for label, runs in _some(setting, chosen(_TUNED, ("SGD",)), search).items():
         ends = {r: float(np.median(training.final(run))) for r, run in runs.items()}
         rates[label] = min(ends, key=lambda r: ends[r])
         grids[label] = {f"{r:g}": end for r, end in ends.items()}
         curves[label] = _curve(runs[rates[label]], rates[label])
-    others = {
-        "AdaDelta": ("adadelta", 1.0),
-        "SVRG": ("svrg", rates["SGD"]),
-        "Meka, constant": ("meka-constant", rates["SGD"]),
-        "AdaMeka, constant": ("adameka-constant", rates.get("Adam")),
-        "Meka, PI": ("meka", None),
-        "AdaMeka, PI": ("adameka", None),
-    }
-    kept = setting.pick(smoke=("Meka, PI", "SVRG"), desk=(*others,), full=(*others,))
-    for label in kept:
-        optimizer, rate = others[label]
-        curves[label] = _curve(train(optimizer, rate), rate)
+    curves |= _some(setting, chosen(_FOLLOWING, ("SVRG",)), curve)
+    if not curves:
+        del setting.missing[before:]
+        raise Unfinished(f"all of {name}")
+    curves = {label: curves[label] for label in _COLORS if label in curves}
     return {"steps": steps, "curves": curves, "grids": grids}
+
+
+def _some(setting: Setting, labels: list[str], make: Any) -> dict[str, Any]:
+    """As `Setting.each`, where it is no matter if all are missing."""
+    try:
+        return setting.each(labels, make)
+    except Unfinished as lacking:
+        setting.missing.append(str(lacking))
+        return {}
+
+
+def _taken(
+    setting: Setting, name: str, label: str, leader: str, rates: dict[str, float]
+) -> float:
+    """The tuned step of another, which must have been trained."""
+    if leader in rates:
+        return rates[leader]
+    if setting.finished:
+        raise Unfinished(f"{name} {label}")
+    raise ReproduceError(
+        f"{_FOLLOWING[label][0]} takes the tuned step of {_TUNED[leader]}, so "
+        "--optimizers must name that as well"
+    )
+
+
+def _bench_name(label: str) -> str:
+    return _TUNED[label] if label in _TUNED else (_ALONE | _FOLLOWING)[label][0]
+
+
+def _asked(setting: Setting, label: str) -> bool:
+    return not setting.optimizers or _bench_name(label) in setting.optimizers
+
+
+def _refuse_unknown(asked: tuple[str, ...]) -> None:
+    known = [_bench_name(label) for label in _COLORS]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ReproduceError(
+            f"{', '.join(unknown)} takes no part; there are {', '.join(known)}"
+        )
 
 
 def _curve(trained: dict[str, Any], rate: float | None) -> dict[str, Any]:
@@ -129,11 +204,14 @@ def checks(data: dict[str, Any]) -> list[Check]:
         loss = {label: _last(curve, "train_loss") for label, curve in curves.items()}
         middle = {label: float(np.median(x)) for label, x in loss.items()}
         accuracy = {
-            label: float(np.median(array(curve["test_accuracy"])[-1]))
+            label: float(np.nan_to_num(np.median(array(curve["test_accuracy"])[-1])))
             for label, curve in curves.items()
         }
         ours = "AdaMeka, PI" if "resnet" in name else "Meka, PI"
-        for rival in (label for label in _TUNED if label in curves):
+        if ours not in curves:
+            continue
+        rivals = [label for label in _TUNED if label in curves]
+        for rival in rivals:
             low, high = np.percentile(_finite(loss[rival]), [5, 95])
             found.append(
                 Check(
@@ -145,18 +223,17 @@ def checks(data: dict[str, Any]) -> list[Check]:
                     middle[ours] <= _SLACK * middle[rival],
                 )
             )
-        best = max(
-            (label for label in _TUNED if label in curves), key=lambda k: accuracy[k]
-        )
-        found.append(
-            Check(
-                f"accuracy on {name}",
-                f"{ours} has a test accuracy within half a point of the best tuned "
-                "optimizer",
-                f"{accuracy[ours]:.2%} against {accuracy[best]:.2%} ({best})",
-                accuracy[ours] >= accuracy[best] - _POINTS,
+        if rivals:
+            best = max(rivals, key=lambda k: accuracy[k])
+            found.append(
+                Check(
+                    f"accuracy on {name}",
+                    f"{ours} has a test accuracy within half a point of the best tuned "
+                    "optimizer",
+                    f"{accuracy[ours]:.2%} against {accuracy[best]:.2%} ({best})",
+                    accuracy[ours] >= accuracy[best] - _POINTS,
+                )
             )
-        )
         found += _others(name, ours, middle, accuracy)
     return found
 
@@ -185,7 +262,7 @@ def _others(
                 middle[ours] <= _SLACK * middle["SVRG"],
             )
         )
-    if "Meka, constant" in middle:
+    if "Meka, constant" in middle and "SGD" in middle:
         found.append(
             Check(
                 f"generalises on {name}",
@@ -204,7 +281,7 @@ def _others(
                 if diverges
                 else f"{ours} ends at or below 1.25 times AdaDelta's training loss",
                 f"AdaDelta {last:.3g}, {ours} {middle[ours]:.3g}",
-                last > np.log(10) if diverges else middle[ours] <= _SLACK * last,
+                bool(last > np.log(10) if diverges else middle[ours] <= _SLACK * last),
             )
         )
     return found
@@ -224,17 +301,6 @@ def figure(data: dict[str, Any]):
     """Training loss and test accuracy, a row a problem."""
     names = list(data["workloads"])
     picture, axes = drawing.panels(2, len(names), width=11.0, height=3.7)
-    colors = {
-        "SGD": drawing.GREEN,
-        "momentum": drawing.AMBER,
-        "Adam": drawing.PINK,
-        "AdaDelta": drawing.BROWN,
-        "SVRG": drawing.GREY,
-        "Meka, constant": drawing.SKY,
-        "AdaMeka, constant": "#882255",
-        "Meka, PI": drawing.BLUE,
-        "AdaMeka, PI": drawing.RED,
-    }
     for row, name in zip(axes, names, strict=True):
         own = data["workloads"][name]
         lows, starts = [], []
@@ -243,10 +309,11 @@ def figure(data: dict[str, Any]):
             width = 2.2 if "PI" in label else 1.2
             for axis, what in zip(row, ("train_loss", "test_accuracy"), strict=True):
                 drawing.band(
-                    axis, curve["step"], curve[what], colors[label], label + rate,
+                    axis, curve["step"], curve[what], _COLORS[label], label + rate,
                     linewidth=width,
                 )  # fmt: skip
-            lows.append(np.nanmin(array(curve["test_accuracy"])[2:]))
+            late = array(curve["test_accuracy"])[2:]
+            lows += late[np.isfinite(late)].tolist()
             starts.append(np.nanmedian(array(curve["train_loss"])[0]))
         loss, accuracy = row
         loss.set_yscale("log")
@@ -254,7 +321,7 @@ def figure(data: dict[str, Any]):
         loss.set_title(f"{name}: training loss")
         accuracy.set_title(f"{name}: test accuracy")
         best = max(np.nanmax(array(c["test_accuracy"])) for c in own["curves"].values())
-        accuracy.set_ylim(max(min(lows), best - 0.12), best + 0.004)
+        accuracy.set_ylim(max(min(lows, default=0), best - 0.12), best + 0.004)
         for axis in row:
             axis.set_xlabel("step")
         accuracy.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

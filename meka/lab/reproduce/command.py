@@ -26,6 +26,8 @@ def reproduce(
     seeds: int | None,
     epochs: float | None,
     workloads: Sequence[str],
+    optimizers: Sequence[str],
+    finished: bool,
     data_dir: Path | None,
     command: str,
     watch: Callable[[str, int], Watcher],
@@ -41,6 +43,8 @@ def reproduce(
         seeds=seeds,
         epochs=epochs,
         workloads=tuple(workloads),
+        optimizers=tuple(optimizers),
+        finished=finished,
         data_dir=None if data_dir is None else str(data_dir),
         watch=watch,
     )

@@ -60,18 +60,25 @@ def run(setting: Setting) -> dict[str, Any]:
         desk=("mnist",),
         full=("mnist", "cifar10-cnn", "cifar10-resnet32"),
     )
-    found = {}
-    for name in setting.select(names):
-        workload = training.load(name, setting.data_dir)
-        found[name] = {
-            "time": setting.piece(
-                f"{name} time", {}, lambda w=workload: _times(setting, w)
+    names = setting.select(names)
+    kinds = {"time": _times, "memory": _memory}
+
+    def measure(kind: str) -> dict[str, Any]:
+        return setting.each(
+            names,
+            lambda name: setting.piece(
+                f"{name} {kind}",
+                {},
+                lambda: kinds[kind](setting, training.load(name, setting.data_dir)),
             ),
-            "memory": setting.piece(
-                f"{name} memory", {}, lambda w=workload: _memory(setting, w)
-            ),
-        }
-    return {"workloads": found}
+        )
+
+    found = setting.each(kinds, measure)
+    workloads = {
+        name: {kind: own[name] for kind, own in found.items() if name in own}
+        for name in names
+    }
+    return {"workloads": {name: own for name, own in workloads.items() if own}}
 
 
 def _times(setting: Setting, workload: Workload) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
     """Time against the paper's table, memory against its orders of growth."""
     found = []
     for name, own in data["workloads"].items():
-        for label in ("Meka, fixed step", "Meka, PI"):
+        for label in ("Meka, fixed step", "Meka, PI") if "time" in own else ():
             low, middle, high = np.percentile(array(own["time"][label]), [25, 50, 75])
             paper = PAPER.get(name, PAPER["mnist"])[label]
             found.append(
@@ -172,6 +179,8 @@ def checks(data: dict[str, Any]) -> list[Check]:
                     bool(middle <= _SLACK * paper),
                 )
             )
+        if "memory" not in own:
+            continue
         memory = own["memory"]
         size = 4 * memory["parameters"]
         growth = {label: _growth(memory, label) for label in memory["methods"]}
@@ -199,46 +208,47 @@ def figure(data: dict[str, Any]):
     """Time as bars beside the paper's, memory over the batch size."""
     names = list(data["workloads"])
     picture, axes = drawing.panels(2, len(names), width=10.5, height=3.6)
-    for row, name in zip(axes, names, strict=True):
+    for (bars, memory), name in zip(axes, names, strict=True):
         own = data["workloads"][name]
-        bars, memory = row
-        labels = [label for label in own["time"] if label != "SGD"]
-        for k, label in enumerate(labels):
-            low, middle, high = np.percentile(array(own["time"][label]), [25, 50, 75])
-            spread = [[middle - low], [high - middle]]
-            mark = "here" if k == 0 else None
-            bars.barh(k, middle, 0.38, color=drawing.BLUE, xerr=spread, label=mark)
-            bars.text(high, k, f" {middle:.2f}", va="center", fontsize=9)
-            paper = PAPER.get(name, {}).get(label)
-            if paper is not None:
-                bars.barh(
-                    k + 0.4, paper, 0.3, color=drawing.GREY,
-                    label="paper (TITAN Xp)" if k == 0 else None,
-                )  # fmt: skip
-                bars.text(paper, k + 0.4, f" {paper:.2f}", va="center", fontsize=9)
-        bars.axvline(1, color="#000000", linewidth=0.8)
-        bars.set_yticks(
-            range(len(labels)), [x.replace(", diff", ",\ndiff") for x in labels]
-        )
-        bars.invert_yaxis()
-        bars.set_title(f"{name}: time a step, SGD = 1")
-        drawing.below(bars)
-        colors = (drawing.GREEN, drawing.BLUE, drawing.RED)
-        own_memory = own["memory"]
-        for color, (label, sizes) in zip(
-            colors, own_memory["methods"].items(), strict=False
-        ):
-            memory.plot(
-                own_memory["sizes"],
-                array(sizes) / 2**20,
-                "o-",
-                color=color,
-                label=label,
-            )
-        memory.set_yscale("log")
-        memory.set_title(f"{name}: memory of the compiled step")
-        memory.set_xlabel("batch size")
-        memory.set_ylabel("MiB beside arguments")
-        memory.set_xticks(own_memory["sizes"])
-        drawing.below(memory, 3)
+        if "time" in own:
+            _draw_time(bars, name, own["time"])
+        if "memory" in own:
+            _draw_memory(memory, name, own["memory"])
     return picture
+
+
+def _draw_time(axis: Any, name: str, times: dict[str, Any]) -> None:
+    labels = [label for label in times if label != "SGD"]
+    for k, label in enumerate(labels):
+        low, middle, high = np.percentile(array(times[label]), [25, 50, 75])
+        spread = [[middle - low], [high - middle]]
+        mark = "here" if k == 0 else None
+        axis.barh(k, middle, 0.38, color=drawing.BLUE, xerr=spread, label=mark)
+        axis.text(high, k, f" {middle:.2f}", va="center", fontsize=9)
+        paper = PAPER.get(name, {}).get(label)
+        if paper is not None:
+            axis.barh(
+                k + 0.4, paper, 0.3, color=drawing.GREY,
+                label="paper (TITAN Xp)" if k == 0 else None,
+            )  # fmt: skip
+            axis.text(paper, k + 0.4, f" {paper:.2f}", va="center", fontsize=9)
+    axis.axvline(1, color="#000000", linewidth=0.8)
+    axis.set_yticks(
+        range(len(labels)), [x.replace(", diff", ",\ndiff") for x in labels]
+    )
+    axis.invert_yaxis()
+    axis.set_title(f"{name}: time a step, SGD = 1")
+    drawing.below(axis)
+
+
+def _draw_memory(axis: Any, name: str, memory: dict[str, Any]) -> None:
+    colors = (drawing.GREEN, drawing.BLUE, drawing.RED)
+    for color, (label, sizes) in zip(colors, memory["methods"].items(), strict=False):
+        mebibytes = array(sizes) / 2**20
+        axis.plot(memory["sizes"], mebibytes, "o-", color=color, label=label)
+    axis.set_yscale("log")
+    axis.set_title(f"{name}: memory of the compiled step")
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("MiB beside arguments")
+    axis.set_xticks(memory["sizes"])
+    drawing.below(axis, 3)

@@ -41,17 +41,19 @@ def run(setting: Setting) -> dict[str, Any]:
     seeds = setting.seeds or setting.pick(smoke=2, desk=3, full=3)
     decays = setting.pick(smoke=(0.9, 0.999), desk=_DECAYS, full=_DECAYS)
     varied = setting.pick(smoke=("β_α",), desk=tuple(_VARIED), full=tuple(_VARIED))
-    found: dict[str, Any] = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(smoke=2, desk=1, full=8)
         steps = training.steps_for(setting, name, epochs)
-        found[name] = {
-            symbol: {
+        return setting.each(
+            varied,
+            lambda symbol: {
                 f"{decay:g}": _train(setting, name, symbol, decay, steps, seeds)
                 for decay in decays
-            }
-            for symbol in varied
-        }
+            },
+        )
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
 
 
@@ -132,7 +134,9 @@ def figure(data: dict[str, Any]):
             steps = "constant step" if symbol != "β_α" else "PI steps"
             loss.set_title(f"{name}: {symbol}, {steps}")
             last = array(own["test_accuracy"])[1:]
-            accuracy.set_ylim(np.nanmin(last) - 0.01, min(1, np.nanmax(last) + 0.01))
+            last = last[np.isfinite(last)]
+            if last.size:
+                accuracy.set_ylim(last.min() - 0.01, min(1, last.max() + 0.01))
             accuracy.set_xlabel("step")
             if column == 0:
                 loss.set_ylabel("training loss")

@@ -61,15 +61,15 @@ def run(setting: Setting) -> dict[str, Any]:
     )
     seeds = setting.seeds or setting.pick(smoke=2, desk=3, full=1)
     shares = setting.pick(smoke=(0.25,), desk=_SHARES, full=_SHARES)
-    found: dict[str, Any] = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 1}.get(name, 1), full=8
         )
         steps = training.steps_for(setting, name, epochs)
         switches = [round(share * steps) for share in shares]
-        found[name] = {"steps": steps, "switches": switches, "runs": {}}
-        for after in (*switches, steps):
+
+        def switched(after: int) -> dict[str, Any]:
             run = Run(
                 f"switch after {after}", name, "switching meka", steps, seeds, _RATE,
                 logs=_LOGS, evaluations=5, knob=after,
@@ -77,9 +77,17 @@ def run(setting: Setting) -> dict[str, Any]:
             trained = training.train(
                 setting, run, lambda w: training.turned(w, _switching)
             )
-            found[name]["runs"][str(after)] = _summary(
-                trained, training.load(name, setting.data_dir).batch_size
-            )
+            return _summary(trained, training.load(name, setting.data_dir).batch_size)
+
+        constant = switched(steps)  # first: nothing can be said without it
+        runs = setting.each(switches, switched) | {steps: constant}
+        return {
+            "steps": steps,
+            "switches": [after for after in runs if after != steps],
+            "runs": {str(after): run for after, run in runs.items()},
+        }
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
 
 

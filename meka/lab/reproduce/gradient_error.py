@@ -51,22 +51,23 @@ def run(setting: Setting) -> dict[str, Any]:
     seeds = setting.seeds or setting.pick(smoke=2, desk=3, full=3)
     points = setting.pick(smoke=6, desk=25, full=40)
     variants = dict(list(_VARIANTS.items())[: setting.pick(smoke=1, desk=2, full=2)])
-    found: dict[str, Any] = {}
-    for name in setting.select(names):
+
+    def measure(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=10
         )
         steps = training.steps_for(setting, name, epochs)
-        found[name] = {}
-        for label, (optimizer, rate) in variants.items():
-            settings = {"steps": steps, "seeds": seeds, "points": points}
-            found[name][label] = setting.piece(
+        settings = {"steps": steps, "seeds": seeds, "points": points}
+        return setting.each(
+            variants,
+            lambda label: setting.piece(
                 f"{name} {label}",
                 settings,
-                lambda a=(name, optimizer, rate), s=settings: _measure(
-                    setting, *a, **s
-                ),
-            )
+                lambda: _measure(setting, name, *variants[label], **settings),
+            ),
+        )
+
+    found = setting.each(setting.select(names), measure)
     return {"workloads": found, "seeds": seeds}
 
 

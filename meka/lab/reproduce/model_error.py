@@ -36,14 +36,16 @@ def run(setting: Setting) -> dict[str, Any]:
         smoke=("digits",), desk=("digits", "mnist"), full=("mnist", "cifar10-cnn")
     )
     seeds = setting.seeds or setting.pick(smoke=2, desk=5, full=3)
-    found = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 4}.get(name, 4), full=8
         )
         steps = training.steps_for(setting, name, epochs)
         run = Run("meka", name, "meka", steps, seeds, logs=_LOGS, evaluations=4)
-        found[name] = _summary(training.train(setting, run))
+        return _summary(training.train(setting, run))
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
 
 

@@ -68,7 +68,10 @@ def write(out: Path, command: str) -> Path:
         count=f"{held} of {len(found)} claims hold.",
         overview="".join(_row(*each) for each in found),
         sections="".join(_section(out, *each) for each in found),
-        command=html.escape(command),
+        command="</code>, <code>".join(
+            html.escape(each)
+            for each in dict.fromkeys(r.get("command", command) for _, r, _ in found)
+        ),
         made=_made([record for _, record, _ in found]),
     )
     path = out / "index.html"
@@ -85,9 +88,15 @@ def _row(experiment: Experiment, record: dict[str, Any], verdict: Verdict) -> st
     passed = sum(check.holds for check in verdict.checks)
     return (
         f'<tr><td><a href="#{experiment.name}">{experiment.name}</a></td>'
-        f"<td>{html.escape(experiment.paper)}</td><td>{sheet.word(verdict.holds)}</td>"
+        f"<td>{html.escape(experiment.paper)}</td><td>{_word(record, verdict)}</td>"
         f"<td>{passed} of {len(verdict.checks)}</td></tr>"
     )
+
+
+def _word(record: dict[str, Any], verdict: Verdict) -> str:
+    """The verdict; that of an incomplete experiment says so."""
+    cut = ", as far as it was run" if record.get("missing") else ""
+    return sheet.word(verdict.holds, no=verdict.word) + cut
 
 
 def _section(
@@ -112,14 +121,21 @@ def _section(
     length = _length(record["data"])
     asked = record["asked"]
     other = f" Asked for: {html.escape(str(asked))}." if asked else ""
+    missing = html.escape(", ".join(record.get("missing", [])))
+    cut = (
+        '<div class="reason"><strong>Incomplete.</strong> These runs were not '
+        f"finished, and what needs them is neither shown nor judged: {missing}.</div>"
+        if missing
+        else ""
+    )
     words = f"{experiment.name}: {experiment.claim}"
     return (
         f'<section id="{experiment.name}"><h2>{experiment.name}: '
-        f"{sheet.word(verdict.holds)}</h2>"
+        f"{_word(record, verdict)}</h2>"
         f'<p class="paper">{html.escape(experiment.paper)}</p>'
         f"<blockquote>{html.escape(experiment.claim)}</blockquote>"
         f"{sheet.picture(out / experiment.name / 'figure.png', words)}"
-        f"{sheet.checks(verdict.checks)}{reasons}{notes}"
+        f"{sheet.checks(verdict.checks)}{cut}{reasons}{notes}"
         "<details><summary>What the paper leaves open, and what was chosen</summary>"
         f"<p>{html.escape(experiment.choices)}</p></details>"
         f'<p class="small">{length}{_effort(record)}.{other}</p></section>'
@@ -159,8 +175,12 @@ def _made(records: list[dict[str, Any]]) -> str:
     """Versions and device, and what it all took."""
     total = sum(record["seconds"] for record in records)
     kinds = dict.fromkeys(
-        ", ".join(f"{k} {v}" for k, v in record["environment"].items() if v != "")
+        ", ".join(f"{k} {v}" for k, v in environment.items() if v != "")
         for record in records
+        for environment in (
+            record["environment"],
+            *record.get("other_environments", []),
+        )
     )
     lines = "".join(f"<p>{html.escape(kind)}</p>" for kind in kinds)
     return f"<p>{total / 60:.0f} minutes in all.</p>{lines}"

@@ -37,19 +37,21 @@ def run(setting: Setting) -> dict[str, Any]:
     )
     seeds = setting.seeds or setting.pick(smoke=2, desk=5, full=3)
     variants = dict(list(_STEPS.items())[: setting.pick(smoke=1, desk=2, full=2)])
-    found: dict[str, Any] = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 2}.get(name, 2), full=8
         )
         steps = training.steps_for(setting, name, epochs)
-        found[name] = {
-            label: {
+        return setting.each(
+            variants,
+            lambda label: {
                 place: _train(setting, name, label, place, steps, seeds)
                 for place in _TRANSPORTS
-            }
-            for label in variants
-        }
+            },
+        )
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
 
 

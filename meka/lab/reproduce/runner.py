@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meka.lab.reproduce import setting as files
-from meka.lab.reproduce.setting import Setting, plain
+from meka.lab.reproduce.setting import Setting, Unfinished, plain
 from meka.lab.reproduce.table import Experiment, ReproduceError
 from meka.lab.reproduce.verdict import Verdict
 
@@ -39,9 +39,17 @@ def reproduce(
     try:
         for number, experiment in enumerate(experiments, 1):
             title = f"[{number}/{len(experiments)}] {experiment.name}"
-            record = _data(
-                experiment, setting, out, lambda s, t=title: say(f"{t}: {s}")
-            )
+            try:
+                record = _data(
+                    experiment,
+                    setting,
+                    out,
+                    command,
+                    lambda s, t=title: say(f"{t}: {s}"),
+                )
+            except Unfinished:
+                say(f"{title}: nothing of it is finished")
+                continue
             verdict = _conclude(experiment, record, out)
             verdicts[experiment.name] = verdict
             say(f"{title}: {verdict.word}")
@@ -54,21 +62,31 @@ def reproduce(
 
 
 def _data(
-    experiment: Experiment, setting: Setting, out: Path, say: Callable[[str], None]
+    experiment: Experiment,
+    setting: Setting,
+    out: Path,
+    command: str,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of an experiment: read where it is complete, else made."""
     path = out / experiment.name / DATA
-    if path.exists():
+    if path.exists() and not (record := files.read(path)).get("missing"):
         say(f"its data is complete at scale {setting.scale}, so it is not run again")
-        return files.read(path)
-    say(f"running at scale {setting.scale}")
+        return record
+    how = "reading what is finished" if setting.finished else "running"
+    say(f"{how} at scale {setting.scale}")
     wall, cpu = time.perf_counter(), time.process_time()
     load = os.getloadavg()[0]
-    spent: list[list[float]] = []  # by calls that were interrupted
-    data = experiment.run(
-        replace(setting, cache=out / CACHE / experiment.name, spent=spent)
+    own = replace(
+        setting,
+        cache=out / CACHE / experiment.name,
+        spent=[],  # by calls that were interrupted
+        missing=[],
+        environments=[],
     )
-    before = [sum(seconds) for seconds in zip(*spent, strict=True)] or [0.0, 0.0]
+    data = experiment.run(own)
+    before = [sum(seconds) for seconds in zip(*own.spent, strict=True)] or [0.0, 0.0]
+    environments = own.environments or [_environment()]
     record = {
         "experiment": experiment.name,
         "scale": setting.scale,
@@ -76,9 +94,15 @@ def _data(
         "seconds": time.perf_counter() - wall + before[0],
         "cpu_seconds": time.process_time() - cpu + before[1],
         "load_before": load,
-        "environment": _environment(),
+        "command": command,
+        "environment": environments[0],
         "data": data,
     }
+    if len(environments) > 1:
+        record["other_environments"] = environments[1:]
+    if own.missing:
+        record["missing"] = own.missing
+        say(f"not finished, so left out: {', '.join(own.missing)}")
     record = plain(record)
     files.write(path, record)
     return record

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +15,16 @@ import numpy as np
 
 from meka.lab.checkpoint import replace_file
 from meka.lab.reproduce.table import SCALES, ReproduceError
+from meka.lab.runfolder import environment
 from meka.lab.train import Silent, Watcher
 
+K = TypeVar("K")
 T = TypeVar("T")
 _DIGITS = 5  # significant digits kept of a number that was measured
+
+
+class Unfinished(Exception):
+    """A piece is not there, and none may be made; the message names it."""
 
 
 def _silent(title: str, steps: int) -> Watcher:
@@ -36,9 +42,13 @@ class Setting:
         seeds: in the place of an experiment's own number of seeds.
         epochs: in the place of its own length, where that is counted in epochs.
         workloads: only these, of those it would train; empty for all.
+        optimizers: only these, of those all-optimizers would train; empty for all.
+        finished: make no piece, and leave out what needs one that is not there.
         data_dir: the folder of the data; None for $MEKA_DATA or the download cache.
         watch: makes a watcher from a title and a number of steps.
         spent: seconds, and those of the processor, of each piece that was read.
+        missing: the pieces that were left out.
+        environments: in which the pieces were made, each once.
     """
 
     scale: str
@@ -46,9 +56,13 @@ class Setting:
     seeds: int | None = None
     epochs: float | None = None
     workloads: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    finished: bool = False
     data_dir: str | None = None
     watch: Callable[[str, int], Watcher] = field(default=_silent, compare=False)
     spent: list[list[float]] = field(default_factory=list, compare=False)
+    missing: list[str] = field(default_factory=list, compare=False)
+    environments: list[dict[str, Any]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -82,8 +96,27 @@ class Setting:
             "seeds": self.seeds,
             "epochs": self.epochs,
             "workloads": list(self.workloads),
+            "optimizers": list(self.optimizers),
         }
         return {name: value for name, value in asked.items() if value}
+
+    def each(self, names: Iterable[K], make: Callable[[K], T]) -> dict[K, T]:
+        """What is made of every name; without those that lack a piece.
+
+        Raises:
+            Unfinished: all of them do.
+        """
+        found: dict[K, T] = {}
+        lacking: list[str] = []
+        for name in names:
+            try:
+                found[name] = make(name)
+            except Unfinished as error:
+                lacking.append(str(error))
+        if lacking and not found:
+            raise Unfinished(", ".join(lacking))
+        self.missing.extend(lacking)
+        return found
 
     def piece(
         self,
@@ -94,6 +127,9 @@ class Setting:
         """Make a part of an experiment, or read it if it was made like this before.
 
         ``settings`` is all that determines it, as plain values.
+
+        Raises:
+            Unfinished: it is not there, and only what is finished was asked for.
         """
         if self.cache is None:
             return plain(make())
@@ -104,12 +140,25 @@ class Setting:
         if path.exists():
             made = read(path)
             self.spent.append(made.pop("took"))
+            self._made_in(made.pop("environment", None))
             return made
+        if self.finished:
+            raise Unfinished(" ".join([*_words(settings, "workload"), label]))
         wall, cpu = time.perf_counter(), time.process_time()
         made = plain(make())
         took = [time.perf_counter() - wall, time.process_time() - cpu]
-        write(path, made | {"took": plain(took)})
+        now = plain(environment())
+        self._made_in(now)
+        write(path, made | {"took": plain(took), "environment": now})
         return made
+
+    def _made_in(self, environment: dict[str, Any] | None) -> None:
+        if environment is not None and environment not in self.environments:
+            self.environments.append(environment)
+
+
+def _words(settings: Mapping[str, Any], name: str) -> list[str]:
+    return [settings[name]] if name in settings else []
 
 
 def plain(value: Any, digits: int = _DIGITS) -> Any:

@@ -60,27 +60,36 @@ def run(setting: Setting) -> dict[str, Any]:
         smoke=(0.5, 1.0), desk=(0.25, 0.5, 1.0, 2.0), full=(0.25, 0.5, 1.0, 2.0)
     )
     rules = setting.pick(smoke=("PI",), desk=tuple(_RULES), full=tuple(_RULES))
-    found: dict[str, Any] = {}
-    for name in setting.select(names):
+
+    def train(name: str) -> dict[str, Any]:
         epochs = setting.pick(
             smoke=2, desk={"digits": 90, "mnist": 1}.get(name, 1), full=8
         )
         steps = training.steps_for(setting, name, epochs)
-        found[name] = {rule: {} for rule in rules}
-        for rule in rules:
-            for c in scales:
-                run = Run(
-                    f"{rule} c={c:g}", name, f"scaled {rule}", steps, seeds,
-                    evaluations=5, knob=c,
-                )  # fmt: skip
-                trained = training.train(setting, run, _builder(rule))
-                found[name][rule][f"{c:g}"] = {
-                    "step": trained["step"],
-                    "train_loss": trained["train_loss"],
-                    "test_accuracy": trained["test_accuracy"],
-                    "step_size": training.thinned(trained["logs"]["step_size"], 40),
-                }
+        return setting.each(
+            rules,
+            lambda rule: {
+                f"{c:g}": _train(setting, name, rule, c, steps, seeds) for c in scales
+            },
+        )
+
+    found = setting.each(setting.select(names), train)
     return {"workloads": found, "seeds": seeds}
+
+
+def _train(
+    setting: Setting, name: str, rule: str, c: float, steps: int, seeds: int
+) -> dict[str, Any]:
+    run = Run(
+        f"{rule} c={c:g}", name, f"scaled {rule}", steps, seeds, evaluations=5, knob=c
+    )
+    trained = training.train(setting, run, _builder(rule))
+    return {
+        "step": trained["step"],
+        "train_loss": trained["train_loss"],
+        "test_accuracy": trained["test_accuracy"],
+        "step_size": training.thinned(trained["logs"]["step_size"], 40),
+    }
 
 
 def _builder(rule: str) -> training.Build:
@@ -140,13 +149,15 @@ def _step(run: dict[str, Any]) -> str:
 def figure(data: dict[str, Any]):
     """Training loss, a row a problem, a column a rule."""
     names = list(data["workloads"])
-    rules = list(data["workloads"][names[0]])
+    shown = {rule for own in data["workloads"].values() for rule in own}
+    rules = [rule for rule in _RULES if rule in shown]
     picture, axes = drawing.panels(
         len(rules), len(names), width=3.7 * max(2, len(rules)), height=2.9
     )
     for row, name in zip(axes, names, strict=True):
         for axis, rule in zip(row, rules, strict=True):
-            for k, (c, own) in enumerate(data["workloads"][name][rule].items()):
+            runs = data["workloads"][name].get(rule, {})
+            for k, (c, own) in enumerate(runs.items()):
                 drawing.band(
                     axis, own["step"], own["train_loss"], drawing.PALETTE[k], f"c = {c}"
                 )

@@ -19,7 +19,7 @@ import meka
 from meka.improvement import Rule
 from meka.lab import optimizers, workloads
 from meka.lab.loop import CHUNK, Loop
-from meka.lab.methods import Method
+from meka.lab.methods import Method, Plan
 from meka.lab.reproduce.setting import Setting, array
 from meka.lab.workloads import Workload
 
@@ -90,13 +90,14 @@ def steps_for(setting: Setting, name: str, epochs: float) -> int:
 
 
 def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
-    loop = _loop(run, setting.data_dir, build or _from_table(run))
+    loop = _loop(run, setting.data_dir, build)
     method = loop.method
     watcher = setting.watch(f"{run.workload} {run.label}", run.steps)
     ends = np.unique(np.linspace(0, run.steps, run.evaluations + 1).astype(int))
     carry, done, logs = loop.start(), 0, []
-    if run.knob is not None:
-        value = jnp.full_like(carry.state.value, run.knob)
+    knob = run.learning_rate if run.knob is None else run.knob
+    if knob is not None and isinstance(carry.state, Turned):
+        value = jnp.full_like(carry.state.value, knob)
         carry = carry._replace(state=carry.state._replace(value=value))
     records = [loop.evaluate(carry)]
     watcher.evaluated(0, records[0])
@@ -119,37 +120,81 @@ def _train(setting: Setting, run: Run, build: Build | None) -> dict[str, Any]:
 
 def method(name: str, losses: Any, **given: Any) -> Method:
     """A method of the bench; meka measures noise at every step, as the paper does."""
-    if "meka" in name:
-        given.setdefault("noise_every", 1)
-    return optimizers.make(name, losses, **given)
+    return optimizers.make(name, losses, **_as_the_paper(name, given))
+
+
+def _as_the_paper(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {"noise_every": 1, **options} if "meka" in name else options
 
 
 def _from_table(run: Run) -> Build:
+    """The optimizer of a run; compiled once for all learning rates, if it has one."""
+
     def build(workload: Workload) -> Method:
         rows = 0 if workload.data is None else len(workload.data.train[0])
-        return method(
+        an_epoch = rows // workload.batch_size or None
+        usual = method(
             run.optimizer,
             workload.losses,
             steps=run.steps,
             learning_rate=run.learning_rate,
-            steps_per_epoch=rows // workload.batch_size or None,
+            steps_per_epoch=an_epoch,
             **run.options,
         )
+        if run.learning_rate is None:
+            return usual
+        entry = optimizers.TABLE[run.optimizer]
+        options = _as_the_paper(run.optimizer, run.options)
+
+        def made(rate: Any) -> Method:
+            plan = Plan(run.steps, rate, entry.schedule, an_epoch)
+            return entry.build(workload.losses, plan, **options)
+
+        return _rated(usual, made)
 
     return build
+
+
+def _rated(usual: Method, made: Callable[[Any], Method]) -> Method:
+    """A method whose learning rate is part of its state."""
+
+    def init(params: Any) -> Turned:
+        return Turned(jnp.zeros((), jnp.float32), usual.init(params))
+
+    def step(
+        params: Any, state: Turned, batch: Any, number: Any = None
+    ) -> tuple[Any, Turned, dict[str, Any]]:
+        own = made(state.value)
+        params, inner, logs = own.step(params, state.inner, batch, number)
+        return params, Turned(state.value, inner), logs
+
+    def refresh(params: Any, state: Turned, full_gradient: Any) -> Turned:
+        assert usual.refresh is not None
+        return Turned(state.value, usual.refresh(params, state.inner, full_gradient))
+
+    return dataclasses.replace(
+        usual,
+        init=init,
+        step=step,
+        evaluate=lambda params, state: usual.evaluate(params, state.inner),
+        refresh=None if usual.refresh is None else refresh,
+    )
 
 
 _LOOPS: OrderedDict[str, Loop] = OrderedDict()  # compiled, and likely asked for again
 _KEPT = 4
 
 
-def _loop(run: Run, data_dir: str | None, build: Build) -> Loop:
+def _loop(run: Run, data_dir: str | None, build: Build | None = None) -> Loop:
     """The loop of a run; the same for runs that differ in what compiles nothing."""
-    unlike = {"label": "", "logs": (), "evaluations": 1, "knob": None}
+    unlike: dict[str, Any] = {"label": "", "logs": (), "evaluations": 1, "knob": None}
+    if build is None and run.learning_rate is not None:
+        unlike["learning_rate"] = 0.0  # part of the state
     same = dataclasses.asdict(dataclasses.replace(run, **unlike))
     key = json.dumps([same, data_dir], sort_keys=True)
     if key not in _LOOPS:
         workload = load(run.workload, data_dir, run.augment)
+        build = build or _from_table(run)
         _LOOPS[key] = Loop(
             workload, build(workload), seeds=run.seeds, batch_size=run.batch_size
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-HOLDS, FAILS = "holds", "does not hold"
+HOLDS, FAILS, UNJUDGED = "holds", "does not hold", "not judged"
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Verdict:
     @property
     def word(self) -> str:
         """The verdict in words."""
+        if not self.checks:
+            return UNJUDGED
         return HOLDS if self.holds else FAILS
 
     def to_dict(self) -> dict[str, Any]:
