@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from meka import distance, tree
+from meka.gaussian import Gaussian, Moments
 from meka.improvement import probability_of_improvement
 from meka.observation import Observation, difference
-from meka.optimizer import scale_by_meka
+from meka.optimizer import filter_value, refused, scale_by_meka
 from meka.probe import Probe, Scene, lagged
 from meka.state import Info, State
 from meka.tree import Array, PyTree
@@ -45,10 +46,11 @@ def auto(total_steps: int | None = None) -> Automatic:
 
     Adam's momentum and second moment, as long as the distance to the solution says
     (`meka.distance`), of the gradient: filtered where errors of the filter do not add
-    up to more than it saves, and of the minibatch elsewhere (`meka.lasting`). With ``total_steps`` the length
-    falls linearly to zero over the run, which is the better choice where its length
-    is known. Without, the length stays and an average of the iterates is kept, one
-    more buffer: evaluate `averaged` then.
+    up to more than it saves, and of the minibatch elsewhere (`meka.lasting`).
+
+    With ``total_steps`` the length falls linearly to zero over the run, which is the
+    better choice where its length is known. Without, the length stays and an average
+    of the iterates is kept, one more buffer: evaluate `averaged` then.
 
     ``info.step_size`` is the length of the step over that of the filtered gradient;
     ``optax.tree.get(state, "distance")`` is the scale itself.
@@ -80,14 +82,31 @@ def auto(total_steps: int | None = None) -> Automatic:
     ) -> tuple[PyTree, AutoState]:
         del extra
         observed = {"observation": observation, "probe": probe}
-        _, filtered = inner.update(updates, state.filter, params, **observed)
-        seen = cast(State, filtered)
+
+        def watched() -> State:
+            _, new = inner.update(updates, state.filter, params, **observed)
+            return cast(State, new)
+
+        if observation is None or params is None or observation.followed is True:
+            seen = watched()
+        else:
+            # Only what the branches do not share comes out of the choice.
+            known = observation
+            seen = jax.lax.cond(
+                known.followed,
+                lambda: watched()._replace(previous_params=()),
+                lambda: _glance(state.filter, known)._replace(previous_params=()),
+            )
+            before = tree.select(
+                seen.info.accepted, params, state.filter.previous_params
+            )
+            seen = seen._replace(previous_params=before)
         assert observation is not None  # or the filter would have refused
         assert params is not None
         rate = jnp.ones(())
         if total_steps:
             rate = jnp.maximum(1 - state.scale.count / total_steps, 0)
-        updates, scale = distance.advance(
+        steps, scale = distance.advance(
             state.scale,
             params,
             observation.gradient.mean,
@@ -95,16 +114,52 @@ def auto(total_steps: int | None = None) -> Automatic:
             rate,
             growth,
         )
-        accepted = seen.info.accepted
-        updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)
-        seen = seen._replace(info=_as_taken(seen, updates))
+        accepted = seen.info.accepted & jnp.isfinite(scale.won)
+        steps = jax.tree.map(lambda u: jnp.where(accepted, u, 0), steps)
+        seen = seen._replace(info=_as_taken(seen, steps))
         average = state.average
         if total_steps is None:
-            average = _average(average, params, updates, state.scale.count)
+            average = _average(average, params, steps, state.scale.count)
         new = AutoState(seen, scale, average)
-        return updates, tree.select(accepted, new, state._replace(filter=seen))
+        return steps, tree.select(accepted, new, state._replace(filter=seen))
 
     return Automatic(init, update)
+
+
+def _glance(state: State, observation: Observation) -> State:
+    """The state after a step at which only value and gradient were looked at.
+
+    The belief about the gradient is what the minibatch says, and the value is moved by
+    the slope along the step as these examples see it. Of the rest the last is kept.
+    """
+    path = observation.path
+    curvature = state.held.curvature
+    noise, moved = state.gradient_noise.mean, path.length**2
+    y = Moments(observation.value.mean, state.value_noise.mean)
+    climb = -path.slope.mean * path.length  # g'δ at the end of the step
+    value, model_error, innovation = filter_value(
+        state.value, y, rise=climb - curvature * moved / 2, spread=noise * moved
+    )
+    accepted = jnp.isfinite(value.mean) & jnp.isfinite(value.variance)
+    info = state.info._replace(
+        gain=jnp.ones_like(state.info.gain),
+        value=value.mean,
+        value_variance=value.variance,
+        observed=y.mean,
+        model_error=model_error,
+        innovation=innovation,
+        gradient_variance=noise,
+        displacement_norm=path.length,
+        suspect=jnp.full((), -1, jnp.int32),
+        accepted=jnp.ones((), bool),
+    )
+    new = state._replace(
+        count=state.count + 1,
+        value=value,
+        gradient=Gaussian(observation.gradient.mean, noise),
+        info=info,
+    )
+    return tree.select(accepted, new, refused(state, observation))
 
 
 def _as_taken(state: State, updates: PyTree) -> Info:

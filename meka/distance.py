@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from meka import tree
 from meka.tree import Array, PyTree
 
-_GUESS = 1e-6  # a first guess that is too small for any use, and doubles at once
+# A first guess that is too small for any use, and grows; so small a step has to be
+# seen, though, by parameters that are rounded to a share of their size.
+_GUESS, _SHARE = 1e-6, 1e-4
 _MOMENTUM, _SECOND, _EPSILON = 0.9, 0.999, 1e-8  # Adam's
 _MEMORY = _SECOND**0.5
 
@@ -43,9 +45,21 @@ def start(params: PyTree) -> Distance:
     wide = tree.widen(params)
     zero = jax.tree.map(jnp.zeros_like, wide)
     none = jnp.zeros((), tree.scalar_dtype(params))
-    guess = jnp.full_like(none, _GUESS)
+    guess = jnp.maximum(none + _GUESS, _visible(params))
     count = jnp.zeros((), jnp.int32)
     return Distance(count, guess, none, zero, wide, zero, zero)
+
+
+def _visible(params: PyTree) -> Array:
+    """A step that changes the largest parameter, if a ten-thousandth of it does."""
+
+    def one(x: Array) -> Array:
+        share = min(4 * float(jnp.finfo(x.dtype).eps), _SHARE)
+        largest = jnp.max(jnp.abs(x), initial=0).astype(tree.scalar_dtype(params))
+        return share * jnp.where(jnp.isfinite(largest), largest, 0)
+
+    sizes = [one(x) for x in jax.tree.leaves(params)]
+    return jnp.max(jnp.stack(sizes)) if sizes else jnp.zeros(())
 
 
 def advance(

@@ -71,7 +71,7 @@ def unlearn(
     change_noise: Array,
     noise: Array,
     count: Array,
-    followed: Array | bool,
+    observation: Observation,
 ) -> tuple[Lasting, Gaussian]:
     """The predicted gradient, no more certain than its errors should count.
 
@@ -81,14 +81,15 @@ def unlearn(
       change_noise: Q.
       noise: Σ.
       count: steps so far.
-      followed: whether the change of the gradient was measured.
+      observation: of this step.
     """
     ratio = jnp.where(noise > 0, change_noise / jnp.where(noise > 0, noise, 1), 0)
     gain = least_gain(ratio, (count + 1).astype(ratio.dtype))
     useful = gain < _USEFUL
     gain = jnp.where(useful, gain, 0)
     least = gain / (1 - gain) * noise
-    variance = jnp.where(
-        useful & followed, jnp.maximum(predicted.variance, least), jnp.inf
-    )
-    return state._replace(follow=useful), Gaussian(predicted.mean, variance)
+    least = jnp.maximum(predicted.variance, least)
+    variance = jnp.where(useful & observation.followed, least, jnp.inf)
+    # A step of no length says nothing about the next.
+    follow = jnp.where(observation.path.length > 0, useful, state.follow)
+    return state._replace(follow=follow), Gaussian(predicted.mean, variance)

@@ -25,6 +25,8 @@ from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
 
+_FARTHER = 10.0  # than any step so far at most, where curvature does not say how far
+
 # Of the average, over measurements, of noise that is not measured at every step.
 _HELD_DECAY = 0.9
 
@@ -118,7 +120,7 @@ def scale_by_meka(
         moved = path.length**2
         known = _finite(state.gradient.variance)
         slope_variance = quadratic_form(known, displacement, moved)
-        value, model_error, innovation = _filter_value(
+        value, model_error, innovation = filter_value(
             state.value,
             y,
             rise=along + path.curvature.mean * moved / 2,
@@ -140,7 +142,7 @@ def scale_by_meka(
                 change.variance,
                 g.variance,
                 state.count,
-                observation.followed,
+                observation,
             )
         gradient, gain = correct(forget(believed, last.strayed), g)
 
@@ -161,8 +163,17 @@ def scale_by_meka(
         )
         seen = second_thoughts(probe(scene), last, scene, heading_norm)
         sixth = _third_order(third_order, model_error, path.length, heading_norm)
+        longest = jnp.maximum(state.longest, path.length)
         average, model = _average_model(
-            state, seen, scene, value, sixth, heading_norm, model_decay, last.overshot
+            state,
+            seen,
+            scene,
+            value,
+            sixth,
+            heading_norm,
+            longest,
+            model_decay,
+            last.overshot,
         )
 
         # Step.
@@ -211,6 +222,7 @@ def scale_by_meka(
             direction_norm=heading_norm,
             held=held,
             measuring_length=state.measuring_length,
+            longest=longest,
             info=info,
         )
         accepted = _sound(info, observation, step_size * heading_norm)
@@ -238,7 +250,7 @@ def adameka(
     )
 
 
-def _filter_value(
+def filter_value(
     belief: Gaussian, y: Moments, rise: Array, spread: Array
 ) -> tuple[Gaussian, Array, Array]:
     """The function value's filter, with the model error λ of App. B.1.
@@ -262,16 +274,26 @@ def _average_model(
     value: Gaussian,
     third_order: Array,
     heading_norm: Array,
+    longest: Array,
     decay: float,
     restart: Array,
 ) -> tuple[Average, ImprovementModel]:
     """Average the improvement model over time, and fill what was not seen.
 
     Where nothing moved there is nothing lagged to see: the slope is then the
-    filter's along the new direction. Where nothing tells how far to go (no curvature
-    was seen yet, or there is none and every loss is the same) the model is a
-    parabola with its minimum at the measuring length.
+    filter's along the new direction, and the curvature what it was, for a direction
+    as long as the new one. Where nothing tells how far to go the model is a parabola:
+
+    | curvature | minimum |
+    |-----------|---------|
+    | none seen yet, or none at all and every loss the same | the measuring length |
+    | negative, or less than a tenth of its average size, as both signs were seen; \
+it leads farther than ten times the longest step so far, and no third order bounds it \
+| ten times that step |
     """
+    norm = heading_norm
+    if seen.seen is not True:
+        norm = jnp.where(restart, heading_norm, scene.last_norm)
     fresh = ImprovementModel(
         seen.slope,
         seen.curvature,
@@ -281,18 +303,27 @@ def _average_model(
         third_order,
         (),
     )
-    average = state.model.add(fresh, decay, seen.seen, restart)
-    model = average.mean
+    sizes = jnp.abs(seen.curvature), norm * norm
+    average = state.model.add((fresh, sizes), decay, seen.seen, restart)
+    model, (size, square) = average.mean
     if seen.seen is not True:
+        longer = _ratio(heading_norm * heading_norm, square)
         unseen = model._replace(
             slope=scene.slope.mean,
-            slope_variance=scene.slope.variance,
+            curvature=model.curvature * longer,
             value_variance=value.variance,
+            slope_variance=scene.slope.variance,
+            curvature_variance=model.curvature_variance * longer * longer,
         )
-        model = tree.select(jnp.asarray(seen.seen), model, unseen)
+        now = jnp.asarray(seen.seen)
+        model, size = tree.select(now, (model, size), (unseen, size * longer))
     blank = average.empty | ((model.curvature == 0) & (model.value_variance == 0))
-    bend = model.slope * heading_norm / state.measuring_length
-    model = model._replace(curvature=jnp.where(blank, bend, model.curvature))
+    farthest = jnp.where(longest > 0, _FARTHER * longest, jnp.inf)
+    length = jnp.where(blank, state.measuring_length, farthest)
+    bend = model.slope * heading_norm / length
+    unclear = (model.curvature < size / _FARTHER) & (model.third_order == 0)
+    lost = blank | (unclear & (jnp.abs(model.curvature) < bend))
+    model = model._replace(curvature=jnp.where(lost, bend, model.curvature))
     return average, model._replace(step=state.count)
 
 
@@ -311,9 +342,10 @@ def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     """Fill in the noise of gradient, change and curvature where it was not measured.
 
     That of the gradient is taken to be as it last was, and so is the curvature itself
-    where the change was not measured. The other two, per unit of displacement, follow from the curvature of single examples: they move slowly and
-    lie in few directions, so that one measurement says little, and what stands for
-    many steps is an average of several.
+    where the change was not measured. The other two, per unit of displacement, follow
+    from the curvature of single examples: they move slowly and lie in few directions,
+    so that one measurement says little, and what stands for many steps is an average
+    of several.
     """
     gradient, change, path = observation.gradient, observation.change, observation.path
     if observation.measured is True:
@@ -368,22 +400,25 @@ def _sound(info: Info, observation: Observation, length: Array) -> Array:
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
 
+def refused(state: State, observation: Observation) -> State:
+    """The state after a step that was not taken: as it was, and one more count."""
+    info = state.info._replace(
+        suspect=observation.suspect,
+        accepted=jnp.zeros((), bool),
+        rejected=state.info.rejected + 1,
+    )
+    return state._replace(info=info)
+
+
 def _accept(accepted, heading, step_size, new, old, observation, params):
     """The step and the new state, or no step and the old state with one more count."""
-    rejected = old._replace(
-        info=old.info._replace(
-            suspect=observation.suspect,
-            accepted=jnp.zeros((), bool),
-            rejected=old.info.rejected + 1,
-        )
-    )
     step = jnp.where(accepted, -step_size, 0)
     updates = jax.tree.map(
         lambda d, p: jnp.where(accepted, step.astype(d.dtype) * d, 0).astype(p.dtype),
         heading,
         params,
     )
-    return updates, tree.select(accepted, new, rejected)
+    return updates, tree.select(accepted, new, refused(old, observation))
 
 
 def _finite(variance: PyTree) -> PyTree:

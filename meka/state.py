@@ -68,9 +68,10 @@ class State(NamedTuple):
     gradient_noise: Average
     lasting: Lasting | tuple[()]
     held: Held
-    model: Average
+    model: Average  # and the sizes of its curvature and of its direction, squared
     direction_norm: Array
     measuring_length: Array
+    longest: Array  # length of the longest step so far
     info: Info
 
 
@@ -111,9 +112,10 @@ def initial_state(
         gradient_noise=Average.like(noise),
         lasting=begin(zero) if lasting else (),
         held=Held(zero, Average.like((zero, zero)), zero),
-        model=Average.like(empty),
+        model=Average.like((empty, (zero, zero))),
         direction_norm=zero,
         measuring_length=length.astype(dtype),
+        longest=zero,
         info=info,
     )
     # Every leaf a buffer of its own, so that parameters and state can be donated.

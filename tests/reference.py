@@ -266,7 +266,7 @@ class Reference:
         self.P = np.full(d if self.diagonal else (), self.prior_variance)
         self.direction_norm = 0.0
         self.held_noise, self.held_changes, self.held_bends = np.array(0.0), [], []
-        self.overshoots = 0
+        self.overshoots, self.longest = 0, 0.0
         self.measuring_length = 1e-4 * (1 + np.linalg.norm(self.theta))
 
     def grouped(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -294,6 +294,7 @@ class Reference:
     def step(self, batch: Batch) -> dict[str, Any]:
         theta, delta = self.theta, self.theta - self.previous
         length = float(np.linalg.norm(delta))
+        self.longest = max(self.longest, length)
 
         # Observe.
         losses = self.problem.losses(theta, batch)
@@ -359,33 +360,46 @@ class Reference:
             probed = (slope * last, bend * last**2, self.s)
             probed = (*probed, slope_noise / (length or 1.0) ** 2 * last**2)
             probed = (*probed, bend_noise * last**4)
+        probed_norm = norm_d if self.probe == "current" else self.direction_norm
         if overshot:  # the last step as it should have been, for the new direction
             seen, last = True, self.direction_norm
             secant = (fall + climb) / length**2
             probed = (fall / length / last * norm_d**2, secant * norm_d**2, self.s)
             probed = (*probed, filtered[1], noise / length**2 * norm_d**4)
+            probed_norm = norm_d
             self.models.clear()
         self.overshoots += overshot
         sixth = 0.0
         if self.third_order is not None:
             inferred = model_error / length**6 if length > 0 else 0.0
             sixth = max(inferred, self.third_order) * norm_d**6
-        self.models.append((*probed, sixth) if seen else None)
+        probed = (*probed, sixth, abs(probed[1]), probed_norm**2)
+        self.models.append(probed if seen else None)
         blank = all(entry is None for entry in self.models)
 
         # Average over time; where nothing was seen, the filter and what was known.
-        model = Model(0, 0, 0, 0, 0, 0)
+        average = np.zeros(8)
         if not blank:
-            average = corrected_average(self.models, self.model_decay)
-            model = Model(*np.asarray(average, float))
+            average = np.asarray(corrected_average(self.models, self.model_decay))
+        model, size = Model(*average[:6]), average[6]
         if not seen:
+            longer = norm_d**2 / average[7] if average[7] > 0 else 0.0
             model = model._replace(
-                slope=filtered[0], slope_variance=filtered[1], value_variance=self.s
+                slope=filtered[0],
+                curvature=model.curvature * longer,
+                value_variance=self.s,
+                slope_variance=filtered[1],
+                curvature_variance=model.curvature_variance * longer**2,
             )
+            size *= longer
         flat = model.curvature == 0 and model.value_variance == 0
         if blank or flat:
             bend = model.slope * norm_d / self.measuring_length
             model = model._replace(curvature=bend)
+        elif self.longest > 0 and model[5] == 0 and model.curvature < size / 10:
+            bend = model.slope * norm_d / (10 * self.longest)
+            if abs(model.curvature) < bend:
+                model = model._replace(curvature=bend)
 
         # Step.
         step_size = self.rule(model, self.count)

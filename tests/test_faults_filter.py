@@ -7,7 +7,7 @@ import pytest
 from mpmath import mp
 
 from meka.gaussian import Gaussian, Moments, correct, predict
-from meka.optimizer import _filter_value
+from meka.optimizer import filter_value
 
 FILTERS = STEPS = 1000
 TINY = float(np.finfo(np.float32).tiny)
@@ -104,7 +104,7 @@ def test_the_filter_of_the_value_against_60_digits(tried):
         (rng.choice([-1, 1], count) * magnitudes(rng, count, 4)).astype(np.float32)
         for _ in range(3)
     )
-    value, errors, _ = jax.jit(jax.vmap(_filter_value_of))(u, s, y, r, rise, spread)
+    value, errors, _ = jax.jit(jax.vmap(filter_value_of))(u, s, y, r, rise, spread)
     variance, errors = np.asarray(value.variance), np.asarray(errors)
     assert np.all(variance >= 0)
     assert np.all(errors >= 0)
@@ -127,5 +127,5 @@ def test_the_filter_of_the_value_against_60_digits(tried):
     tried(steps=count, largest_relative_error_of_s=worst)
 
 
-def _filter_value_of(u, s, y, r, rise, spread):
-    return _filter_value(Gaussian(u, s), Moments(y, r), rise, spread)
+def filter_value_of(u, s, y, r, rise, spread):
+    return filter_value(Gaussian(u, s), Moments(y, r), rise, spread)

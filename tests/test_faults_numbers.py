@@ -125,7 +125,6 @@ LANDSCAPES = {
 LENGTH = 150
 START = (0.1, 0.2, -0.1)
 SLACK = 0.25  # of the one that starts at its minimum, where noise can only raise it
-LATE = 0.1  # how many may still be higher than that at the end, if there is noise
 BOTTOM = -1e9  # of a slope without a floor: from here on there is nothing to show
 
 
@@ -214,36 +213,52 @@ def survive_landscapes(
 
     Without a floor that is true until the loss is a long way down. A `lagged` slope
     is measured on fresh examples and may be negative: then one step is zero, but
-    never the next as well, unless the minimum is reached. With noise a loss that was
-    thrown high may take longer than this to come down again.
+    never the next as well, unless the minimum is reached.
+
+    With noise two exceptions are counted. By `hessian_at_previous`, whose gradient is
+    off wherever curvature changes, and by the rules that are blind to how uncertain a
+    curvature is, the loss may end above its start. And by these rules it may be thrown
+    so high that squares overflow: then all later steps are rejected, nothing moves.
     """
     runs = [descend(way, probe, noise, seeds, rules) for way in ways]
     values, sizes, accepted = map(np.concatenate, zip(*runs, strict=True))
-    counted, highest, late = 0, 0.0, 0
+    counted, highest, high, stuck = 0, 0.0, 0, 0
     for k, j in np.ndindex(values.shape[:2]):
         way, landscape = divmod(k, len(LANDSCAPES))
         loss, where = values[k, j], (ways[way], list(LANDSCAPES)[landscape], j)
+        transport, rule, _ = ways[way]
         down = np.flatnonzero(loss < BOTTOM)
         end = int(down[0]) if len(down) else LENGTH
-        assert accepted[k, j, :end].all(), where
+        taken = accepted[k, j, :end]
         assert np.isfinite(loss[: end + 1]).all(), where
         assert np.isfinite(sizes[k, j, :end]).all(), where
-        zero = sizes[k, j, :end] <= 0
+        assert np.all(loss[1 : end + 1][~taken] == loss[:end][~taken]), where
+        zero = taken & (sizes[k, j, :end] <= 0)
         if probe == "current":
             assert not zero.any(), where
         else:
             again = np.flatnonzero(zero[1:] & zero[:-1]) + 1
             assert np.all(loss[again] <= loss.min() + 1e-6), where
-        late += loss[end] > loss[0] + SLACK
+        above = loss[end] > loss[0] + SLACK
+        blind = noise != "none" and rule > 0
+        assert blind or taken.all(), where
+        assert blind or (noise != "none" and transport == 1) or not above, where
+        stuck += not taken.all()
+        high += above
         counted += end
         highest = max(highest, float(loss[: end + 1].max()))
-    assert late <= (0 if noise == "none" else LATE * values.shape[0] * seeds)
-    return {"steps": counted, f"highest_loss_with_noise_in_{noise}": highest}
+    return {
+        "steps": counted,
+        "walks": values.shape[0] * seeds,
+        "walks_that_end_high": int(high),
+        "walks_with_rejected_steps": int(stuck),
+        f"highest_loss_with_noise_in_{noise}": highest,
+    }
 
 
-def ways(rule: int = 0, transports: int = len(traps.TRANSPORTS)) -> list:
+def ways(rule: int = 0) -> list:
     """Both directions with each transport, by number."""
-    return [(i, rule, j) for i in range(transports) for j in range(2)]
+    return [(i, rule, j) for i in range(len(traps.TRANSPORTS)) for j in range(2)]
 
 
 @pytest.mark.fault(6)
@@ -268,10 +283,47 @@ def test_curvature_that_is_not_positive_many_times(probe, noise, tried):
 @pytest.mark.parametrize("probe", traps.PROBES)
 @pytest.mark.parametrize("rule", traps.RULES[1:])
 def test_curvature_that_is_not_positive_by_other_rules(rule, probe, noise, tried):
-    """Every transport without noise; with it, the default.
+    tried(
+        **survive_landscapes(
+            ways(traps.RULES.index(rule)), probe, noise, 20, traps.RULES
+        )
+    )
 
-    These rules take a curvature for what it is however uncertain, so with noise one
-    that is averaged over both signs can throw them out of float32's range.
+
+@pytest.mark.fault(6)
+def test_a_curvature_averaged_over_both_signs_is_no_reason_to_leap():
+    """-0.18, -0.18 and 0.36 are next to nothing on average; the step was 700 long."""
+    batches = walk(np.random.default_rng(1012), LANDSCAPES["double well"], "slopes")
+    optimizer, step = traps.compiled()
+    params = traps.start(*START)
+    state = optimizer.init(params)
+    longest = 0.0
+    for batch in batches[:10]:
+        batch = {name: x.astype(traps.batch()[name].dtype) for name, x in batch.items()}
+        new, state, info = step(params, state, batch)
+        moved = float(jnp.linalg.norm(new["p"] - params["p"]))
+        if info.model.curvature > 0 and longest > 0:
+            assert moved <= 10 * longest * 1.00001
+        longest, params = max(longest, moved), new
+    assert longest < 10
+
+
+@pytest.mark.fault(6)
+def test_where_nothing_moved_the_curvature_is_that_of_the_new_direction():
+    """A lagged slope was uphill, so nothing moved, and nothing lagged is seen.
+
+    The new direction is far longer than the first; per squared length the curvature
+    is 2 along either.
     """
-    chosen_ways = ways(traps.RULES.index(rule), 3 if noise == "none" else 1)
-    tried(**survive_landscapes(chosen_ways, probe, noise, 20, traps.RULES))
+    optimizer, step = traps.compiled(probe="lagged", rule="quadratic")
+    params = traps.start(0.0, 0.0, 0.0)
+    state = optimizer.init(params)
+    noise = np.repeat([1.0, -1.0], traps.COUNT // 2)[:, None]
+    for pull in (-0.01, 0.03, -1.0):
+        batch = traps.batch(bend=2.0, linear=noise + np.array([pull, 0.0, 0.0]))
+        params, state, info = step(params, state, batch)
+        assert (info.step_size == 0) == (pull > 0)
+    assert info.direction_norm > 0.1
+    assert info.displacement_norm == 0
+    curvature = info.model.curvature / info.direction_norm**2
+    assert curvature == pytest.approx(2.0, rel=1e-3)

@@ -284,6 +284,7 @@ def combinations(*runs: tuple[str, str, bool]) -> list:
         ),
         ("noisy_quadratic", "lagged", True),
         ("rosenbrock", "current", False),
+        ("rosenbrock", "lagged", False),
         *(("now_and_then", probe, False) for probe in PROBES),
     ),
 )
@@ -297,7 +298,9 @@ def test_double_precision(name, probe, diagonal, index, choice, x64):
     worst = errors(found, expected)
     # Where a step is nearly a sign, rounding grows from step to step.
     chaotic = name == "noisy_quadratic" and choice[2] == "adam_style"
-    assert max(worst.values()) < (1e-4 if chaotic else 1e-7), worst
+    # Slopes and curvatures over very short steps have lost digits of their own.
+    short = name == "rosenbrock" and probe == "lagged"
+    assert max(worst.values()) < (1e-4 if chaotic else 1e-5 if short else 1e-7), worst
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,8 @@ def test_problems_exercise_the_edges():
     assert (idle["step_size"] == 0).any()
     assert (idle["displacement_norm"][1:] == 0).any()
     assert (idle["model_error"] > 0).any()
-    assert idle["overshot"][-1] > 0
+    far = plain("rosenbrock", "lagged", False, "difference", "scaled", "steepest")
+    assert far["overshot"][-1] > 0
 
 
 @pytest.mark.parametrize(

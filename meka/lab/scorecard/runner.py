@@ -136,6 +136,7 @@ def time_steps(
     for run in runs:
         asked.setdefault(run.config.workload, []).append(run.config.optimizer)
     data_dir = runs[0].config.data_dir
+    steps = {run.config.workload: run.config.steps for run in runs}
     for workload, names in asked.items():
         known = times.get(workload, {"ratios": {}, "left_out": []})
         if set(names) <= {*known["ratios"], *known["left_out"]}:
@@ -143,7 +144,9 @@ def time_steps(
         say(f"timing the steps of {workload}")
         path = out / records.TIMES / f"{workload}.json"
         names = list(dict.fromkeys(names))
-        order = steptime.Order(workload, names, str(path), data_dir, limit)
+        order = steptime.Order(
+            workload, steps[workload], names, str(path), data_dir, limit
+        )
         log = out / LOGS / f"times-{workload}.txt"
         with signals() as received:
             process = _spawn("steptime", json.dumps(asdict(order)), log, out)

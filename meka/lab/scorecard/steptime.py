@@ -2,8 +2,9 @@
 
 Runs that share a machine cannot be timed, so steps are timed apart: one seed, through
 the bench's own loop, the optimizers taking turns, medians of the ratio to Adam's turn
-of the same round. Where an optimizer also looks at all data now and then (SVRG), that
-is spread over the steps between. Evaluation and compilation are not counted.
+of the same round, past the first quarter of the run. Where an optimizer also looks at
+all data now and then (SVRG), that is spread over the steps between. Evaluation and
+compilation are not counted.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from typing import Any
 from meka.lab.config import RunConfig
 from meka.lab.scorecard.plan import BASE
 
-STEPS = 1_000_000  # no schedule ends while steps are timed
 _LENGTH, _LENGTH_APART = 24, 8  # steps a call; the second where each is a call
-_START = 16  # past the first steps, where ours measures noise at every one
+_WARM = 4  # a fourth of the run is trained first: what a step costs may depend on it
 _ROUNDS = 30
 _COMPILERS = 8  # threads
 
@@ -32,6 +32,7 @@ class Order:
     """What to time."""
 
     workload: str
+    steps: int
     optimizers: Sequence[str]
     path: str
     data_dir: str | None
@@ -56,11 +57,13 @@ def measure(order: Order) -> dict[str, Any]:
     ]
     # Compiling takes most of the time, and can be done side by side.
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        loops = list(pool.map(lambda name: _begin(workload, name, length), names))
+        loops = list(pool.map(lambda name: _begin(workload, order.steps, name), names))
+    loops = [(loop, _warmed(loop, carry, order.steps)) for loop, carry in loops]
+    start = order.steps // _WARM
     contestants = [
         timing.Contestant(
             name,
-            lambda carry, _, loop=loop: loop.advance(carry, _START, length)[0],
+            lambda carry, _, loop=loop: loop.advance(carry, start, length)[0],
             carry,
             None,
             steps_per_call=length,
@@ -95,18 +98,29 @@ def _on_device(workload: Any) -> Any:
     return dataclasses.replace(workload, data=data)
 
 
-def _begin(workload: Any, name: str, length: int) -> tuple[Any, Any]:
+def _begin(workload: Any, steps: int, name: str) -> tuple[Any, Any]:
     from meka.lab.train import make_loop
 
     config = RunConfig(
-        workload=workload.name, optimizer=name, steps=STEPS, eval_examples=1
+        workload=workload.name, optimizer=name, steps=steps, eval_examples=1
     )
     loop = make_loop(config, workload)
     carry = loop.start()
     if loop.method.refresh is not None:
         carry = loop.refresh(carry)
-    carry, _ = loop.advance(carry, 0, length)
+    carry, _ = loop.advance(carry, 0, 1)
     return loop, carry
+
+
+def _warmed(loop: Any, carry: Any, steps: int) -> Any:
+    from meka.lab.loop import CHUNK
+
+    done, end = 1, steps // _WARM
+    while done < end:
+        length = min(CHUNK, end - done)
+        carry, _ = loop.advance(carry, done, length)
+        done += length
+    return carry
 
 
 def _refreshing(loop: Any, carry: Any) -> float:
