@@ -34,8 +34,8 @@ REASONS = (
         "the loss sooner. Compared at equal training loss and not at equal time (the "
         "figures after `at equal loss`) the curvature along the step is higher after "
         "every switch. So adaptive steps do enter stiffer places, as the paper says; "
-        "but an MLP lets them out again, and they end lower for it. Whether ResNet-32 "
-        "does not is for scale full to say.",
+        "but an MLP lets them out again, and they end lower for it. ResNet-32 "
+        "does not, in the one run there is at scale full.",
         tested=True,
         scales=("desk",),
     ),
@@ -46,6 +46,16 @@ REASONS = (
         "to need a run that is stuck, which these are not.",
         tested=False,
         scales=("desk",),
+    ),
+    Reason(
+        "curvature-rises on cifar10-resnet32",
+        "A near miss, of one seed and one switch. The curvature goes on rising after "
+        "the phase that is looked at, to more than twice that of constant steps, while "
+        "the step falls from 0.066 to 0.032. The measure is coarse: the two runs were "
+        "compiled apart, so they differ by rounding even before the switch, and there "
+        "the medians of their curvatures are already 14 % apart.",
+        tested=False,
+        scales=("full",),
     ),
 )
 
@@ -167,7 +177,7 @@ def checks(data: dict[str, Any]) -> list[Check]:
 
 
 def _listed(ratio: dict[int, float]) -> str:
-    return ", ".join(f"{r:.2g} times (switch after {k})" for k, r in ratio.items())
+    return ", ".join(f"{r:.3g} times (switch after {k})" for k, r in ratio.items())
 
 
 def figure(data: dict[str, Any]):
@@ -191,7 +201,7 @@ def figure(data: dict[str, Any]):
                 drawing.band(axis, x, run[what], color, label)
         for axis, (what, title) in zip(row, titles.items(), strict=True):
             axis.set_yscale("log")
-            axis.set_title(f"{name}: {title}" if what == "curvature" else title)
+            axis.set_title(f"{name}\n{title}" if what == "curvature" else title)
             axis.set_xlabel("step")
         row[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return picture

@@ -123,8 +123,9 @@ def _section(
     other = f" Asked for: {html.escape(str(asked))}." if asked else ""
     missing = html.escape(", ".join(record.get("missing", [])))
     cut = (
-        '<div class="reason"><strong>Incomplete.</strong> These runs were not '
-        f"finished, and what needs them is neither shown nor judged: {missing}.</div>"
+        '<div class="reason"><strong>Incomplete.</strong> These runs, and those that '
+        "would have followed them, were not finished; what needs them is neither "
+        f"shown nor judged: {missing}.</div>"
         if missing
         else ""
     )
@@ -143,9 +144,10 @@ def _section(
 
 
 def _effort(record: dict[str, Any]) -> str:
+    load = record["load_before"]
     return (
-        f"{record['seconds']:.0f} s, {record['cpu_seconds']:.0f} s of processor time; "
-        f"load of the machine when it began: {record['load_before']:.1f}"
+        f"{record['seconds']:.0f} s, {record['cpu_seconds']:.0f} s of processor time"
+        + ("" if load is None else f"; load of the machine when it began: {load:.1f}")
     )
 
 
@@ -175,7 +177,7 @@ def _made(records: list[dict[str, Any]]) -> str:
     """Versions and device, and what it all took."""
     total = sum(record["seconds"] for record in records)
     kinds = dict.fromkeys(
-        ", ".join(f"{k} {v}" for k, v in environment.items() if v != "")
+        ", ".join(f"{k} {v}" for k, v in environment.items() if v not in ("", None))
         for record in records
         for environment in (
             record["environment"],

@@ -76,7 +76,7 @@ def _data(
     how = "reading what is finished" if setting.finished else "running"
     say(f"{how} at scale {setting.scale}")
     wall, cpu = time.perf_counter(), time.process_time()
-    load = os.getloadavg()[0]
+    load = None if setting.finished else os.getloadavg()[0]
     own = replace(
         setting,
         cache=out / CACHE / experiment.name,
