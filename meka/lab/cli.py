@@ -160,11 +160,11 @@ class Train:
 class Compare:
     """Compare optimizers over their grids and several seeds, tuning costs included.
 
-    Without arguments: meka, adameka, Adam and momentum on the embedded digits.
+    Without arguments: auto, meka, adameka, Adam and momentum on the embedded digits.
     """
 
     workload: Annotated[str, tyro.conf.Positional] = "digits"
-    optimizers: tuple[str, ...] = ("meka", "adameka", "adam", "momentum")
+    optimizers: tuple[str, ...] = ("auto", "meka", "adameka", "adam", "momentum")
     """Names from `meka optimizers`, or `all`."""
     steps: int | None = None
     seeds: int = 3

@@ -16,7 +16,6 @@ from meka.lab.history import History
 from meka.lab.runfolder import is_run, read_config
 from meka.lab.train import TrainingStopped, Watcher, train
 
-DEFAULT_OPTIMIZERS = ("meka", "adameka", "adam", "momentum")
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _steps_to(run: History, target: float | None) -> float | None:
 
 def _verdict(rows: Sequence[Row]) -> str:
     """Whether what was not tuned ends within the spread of what was."""
-    ours = [r for r in rows if r.optimizer in ("meka", "adameka")]
+    ours = [r for r in rows if r.optimizer in ("auto", "meka", "adameka")]
     tuned = [r for r in rows if r.runs > 1]
     if not ours or not tuned:
         return ""
