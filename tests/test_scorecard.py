@@ -377,6 +377,15 @@ def test_desk_and_full_go_together():
         records.merge([card(), card(scale="smoke")])
 
 
+def test_what_was_made_at_full_has_a_desk_scorecard_in_it():
+    whole = card(*grid("digits"), *grid("cifar10-cnn"), scale="full")
+    part = records.at_desk(whole)
+    assert part["settings"]["scale"] == "desk"
+    assert {record["workload"] for record in part["runs"]} == {"digits"}
+    assert len(whole["runs"]) == 2 * len(part["runs"])
+    assert records.at_desk(part) == part
+
+
 # The page -----------------------------------------------------------------------------
 
 

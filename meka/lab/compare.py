@@ -17,7 +17,6 @@ from meka.lab.runfolder import is_run, read_config
 from meka.lab.train import TrainingStopped, Watcher, train
 
 
-
 @dataclass(frozen=True)
 class Row:
     """One optimizer at its best learning rate."""

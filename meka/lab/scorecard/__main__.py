@@ -32,7 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--merge", type=Path, nargs="+", default=())
     parser.add_argument("--seconds", type=float)
-    asked = Scorecard(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    asked = Scorecard(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    )
     try:
         return make(asked, lambda text: print(text, flush=True))
     except ValueError as error:

@@ -185,9 +185,26 @@ class Card:
         }
 
     def scores(self, unit: str, view: View = PLAIN) -> dict[Row, float]:
-        """The area under the profile of each row; empty if nothing can be compared."""
+        """The area under the profile of each row; empty if nothing can be compared.
+
+        In seconds only of rows that were timed wherever they reach the target.
+        """
         found = self.profile_ratios(unit, view)
-        return {row: scores.area(own) for row, own in found.items() if own}
+        return {
+            row: scores.area(own)
+            for row, own in found.items()
+            if own and (unit == "steps" or self._timed(row, view))
+        }
+
+    def _timed(self, row: Row, view: View) -> bool:
+        reached = [
+            workload
+            for workload in self.workloads
+            if workload in self.times
+            and (steps := self.steps(row, workload, view)) is not None
+            and np.isfinite(steps)
+        ]
+        return all(self.pace(row, workload) is not None for workload in reached)
 
     def incomplete(self, row: Row) -> list[str]:
         """The workloads on which a row was not run."""

@@ -72,6 +72,8 @@ def make(asked: Scorecard, say: Callable[[str], None]) -> int:
     from meka.lab.scorecard import records, runner
 
     parts = [_read(folder) for folder in asked.merge]
+    if asked.scale == "desk":
+        parts = [records.at_desk(part) for part in parts]
     before = records.read(asked.out)
     known = [part for part in (before, *parts) if part is not None]
     settings = (known[0]["settings"] if known else _STANDARD) | _given(asked)

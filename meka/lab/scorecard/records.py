@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meka.lab.reproduce import setting as files
-from meka.lab.scorecard.plan import BASE, ScorecardError, setting
+from meka.lab.scorecard.plan import BASE, SUBJECTS, ScorecardError, setting
 from meka.lab.scorecard.plan import Run as Planned
 
 RECORDS = "records.json"
@@ -119,6 +119,18 @@ def save(records: Records, out: Path) -> Path:
     path = out / RECORDS
     files.write(path, records)
     return path
+
+
+def at_desk(part: Records) -> Records:
+    """What belongs to "desk" of records that were made at "full"."""
+    if part["settings"]["scale"] != "full":
+        return part
+    names = {subject.name for subject in SUBJECTS["desk"]}
+    return part | {
+        "settings": part["settings"] | {"scale": "desk"},
+        "runs": [run for run in part["runs"] if run["workload"] in names],
+        "times": {k: v for k, v in part["times"].items() if k in names},
+    }
 
 
 def merge(parts: Sequence[Records]) -> Records:
