@@ -315,7 +315,9 @@ def diagonal_observation(params, previous, batch):
 def test_moments_are_kept_in_float32_or_wider(dtype):
     everything = problem(8, dtype)
     seen = diagonal_observation(*everything)
-    numbers = seen._replace(suspect=seen.count, measured=seen.count)
+    numbers = seen._replace(
+        suspect=seen.count, measured=seen.count, followed=seen.count
+    )
     kinds = {x.dtype for x in jax.tree.leaves(numbers)}
     assert kinds == {jnp.dtype(jnp.float32)}
     assert not any(x.weak_type for x in jax.tree.leaves(seen))
