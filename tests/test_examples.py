@@ -88,7 +88,7 @@ def readme_names() -> dict[str, Any]:
         return images @ params["w"] + params["b"]
 
     params = {"w": jnp.zeros((5, 3)), "b": jnp.zeros(3)}
-    return {"apply": apply, "params": params, "data": [(images, labels)] * 20}
+    return {"apply": apply, "params": params, "data": [(images, labels)] * 200}
 
 
 def run_blocks(page: str, scope: dict[str, Any]) -> dict[str, Any]:
