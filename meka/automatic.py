@@ -48,8 +48,8 @@ def auto(total_steps: int | None = None) -> Automatic:
     (`meka.distance`), of the gradient: filtered where errors of the filter do not add
     up to more than it saves, and of the minibatch elsewhere (`meka.lasting`).
 
-    It starts from steps of next to nothing and takes about a hundred to find their length:
-    a run of twenty steps gets nowhere.
+    It starts from steps of next to nothing and takes about a hundred to find their
+    length: a run of twenty steps gets nowhere.
 
     With ``total_steps`` the length falls linearly to zero over the run, which is the
     better choice where its length is known. Without, the length stays and an average
