@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -25,6 +23,7 @@ import numpy as np
 
 from meka.lab import checkpoint, optimizers, workloads
 from meka.lab.config import RunConfig
+from meka.lab.interrupts import collected
 from meka.lab.loop import CHUNK, Carry, Loop
 from meka.lab.metrics import METRICS, iterate_metrics
 from meka.lab.runfolder import DiskError, RunFolder, read_config
@@ -111,7 +110,7 @@ def train(
     # Before the folder: a workload and an optimizer that do not go together write none.
     loop = make_loop(config, workload)
     open_folder = RunFolder.resume if resume else _creator(config)
-    with open_folder(path) as folder, _signals() as received:
+    with open_folder(path) as folder, collected(second_ends=True) as received:
         for warning in folder.warnings:
             watcher.note(f"warning: {warning}")
         folder.describe(loop.subject())
@@ -312,28 +311,3 @@ class _Run:
             f"{self.folder.path}. Look at the data and the losses; --max-rejected "
             f"sets how many are borne"
         )
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM; a second one ends the process at once."""
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-
-    try:
-        before = {
-            number: signal.signal(number, handle)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-    except ValueError:  # not the main thread: whoever owns it handles signals
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

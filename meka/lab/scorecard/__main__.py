@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from meka.lab.scorecard.command import Scorecard, make
 from meka.lab.scorecard.plan import SCALES
@@ -32,10 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--merge", type=Path, nargs="+", default=())
     parser.add_argument("--seconds", type=float)
-    given = vars(parser.parse_args(arguments))
-    asked = Scorecard(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    )
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
+    for name, value in given.items():
+        given[name] = tuple(value) if isinstance(value, list) else value
+    asked = Scorecard(**given)
     try:
         return make(asked, lambda text: print(text, flush=True))
     except ValueError as error:

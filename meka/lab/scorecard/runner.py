@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from meka.lab.interrupts import collected
 from meka.lab.reproduce import setting as files
 from meka.lab.scorecard import records, steptime, worker
 from meka.lab.scorecard.plan import Run, ScorecardError
@@ -63,7 +62,7 @@ def train(
     broken: list[Run] = []
     done: dict[tuple[str, str], Run] = {}
     began = kept = time.monotonic()
-    with signals() as received:
+    with collected() as received:
         try:
             while waiting or busy:
                 while waiting and len(busy) < jobs:
@@ -148,7 +147,7 @@ def time_steps(
             workload, steps[workload], names, str(path), data_dir, limit
         )
         log = out / LOGS / f"times-{workload}.txt"
-        with signals() as received:
+        with collected() as received:
             process = _spawn("steptime", json.dumps(asdict(order)), log, out)
             try:
                 while process.poll() is None and not received:
@@ -219,26 +218,3 @@ def _end(busy: Sequence[_Busy]) -> None:
         except subprocess.TimeoutExpired:
             each.process.kill()
             each.process.wait()
-
-
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the place of dying of them."""
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    try:
-        before = {
-            number: signal.signal(number, handle)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-    except ValueError:  # not the main thread: whoever owns it handles signals
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
