@@ -208,13 +208,17 @@ def test_what_is_not_followed_costs_no_second_gradient():
         jax.debug.callback(lambda: calls.append(1))
         return sharp(params, batch)
 
-    run(meka.auto(400), 100, counted, steep, jnp.full(SIZE, 2.0))
+    optimizer = meka.auto(400)
+    step = jax.jit(meka.make_step(counted, optimizer))
+    params = jnp.full(SIZE, 2.0)
+    state = optimizer.init(params)
+    for t in range(196):
+        if t == 100:
+            jax.effects_barrier()
+            calls.clear()
+        params, state, _ = step(params, state, steep(jax.random.fold_in(KEY, t)))
     jax.effects_barrier()
-    early = len(calls)
-    run(meka.auto(400), 196, counted, steep, jnp.full(SIZE, 2.0))
-    jax.effects_barrier()
-    late = len(calls) - 2 * early
-    assert 96 + 6 <= late <= 96 + 6 * 4
+    assert 96 + 6 <= len(calls) <= 96 + 6 * 4
 
 
 def test_every_transport_can_be_followed_or_not():
@@ -240,12 +244,10 @@ def test_every_transport_can_be_followed_or_not():
 
 
 def test_it_is_observed_as_it_wants_to_be():
-    """Differences and the lagged probe, unless told otherwise."""
+    """Differences, the lagged probe and noise at every sixteenth step."""
     default = run(meka.auto(50), 10)[1][0]
-    asked = {"transport": meka.difference, "probe": meka.lagged}
+    asked = {"transport": meka.difference, "probe": meka.lagged, "noise_every": 16}
     np.testing.assert_array_equal(default, run(meka.auto(50), 10, **asked)[1][0])
-    other = run(meka.auto(50), 10, transport=meka.hessian_at_current)[1][0]
-    assert np.any(np.asarray(default) != np.asarray(other))
 
 
 def test_steps_end_where_the_run_does():
@@ -295,7 +297,9 @@ def test_a_run_has_to_have_a_length():
         meka.auto(0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)]
+)
 def test_other_precisions(dtype):
     start = jnp.zeros(SIZE, dtype)
 

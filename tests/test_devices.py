@@ -123,22 +123,25 @@ def parameters(out: Path, step: int) -> dict[str, np.ndarray]:
 def alone(tmp_path_factory) -> dict[str, np.ndarray]:
     """What one process computes."""
     out = tmp_path_factory.mktemp("alone")
-    all_well(launch(out, 1, 40))
-    return parameters(out, 40)
+    all_well(launch(out, 1, 20))
+    return parameters(out, 20)
 
 
 def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """To rounding, which an Adam-style step turns into a sign now and then."""
+    """To rounding, which an Adam-style step turns into a sign now and then.
+
+    The difference grows tenfold in ten steps, so twenty are compared.
+    """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         off = found[name].astype(float) - value.astype(float)
-        assert np.linalg.norm(off) <= 0.1 * np.linalg.norm(value.astype(float)), name
+        assert np.linalg.norm(off) <= 0.01 * np.linalg.norm(value.astype(float)), name
 
 
 def test_two_processes_take_the_steps_of_one_and_survive_one_that_dies(tmp_path, alone):
     undisturbed = tmp_path / "undisturbed"
-    all_well(launch(undisturbed, 2, 40))
-    same(parameters(undisturbed, 40), alone)
+    all_well(launch(undisturbed, 2, 20))
+    same(parameters(undisturbed, 20), alone)
 
     # One dies on the way: the other does not wait for ever, and does not say all is
     # well; started again, both go on from the last checkpoint to the same end.
