@@ -270,6 +270,7 @@ def test_without_an_end_an_average_is_kept():
         meka.averaged(params, state)
 
 
+@pytest.mark.makes_nan
 @pytest.mark.parametrize("total", [None, 100])
 def test_a_step_that_is_not_finite_changes_nothing(total):
     optimizer = meka.auto(total)
