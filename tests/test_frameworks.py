@@ -144,7 +144,7 @@ CHEAP = {"groups": 8, "transport": meka.difference, "probe": meka.lagged}
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        pytest.param(meka.meka(), {}, id="meka"),
+        pytest.param(meka.meka(), {}, id="meka", marks=pytest.mark.slow),
         pytest.param(meka.adameka(), {}, id="adameka"),
         pytest.param(meka.adameka(diagonal=True), CHEAP, id="diagonal-cheap"),
     ],

@@ -41,7 +41,7 @@ SHARDING = {
 @pytest.mark.parametrize(
     ("tests", "least"),
     [
-        pytest.param("contrib", CONTRIB, id="contrib"),
+        pytest.param("contrib", CONTRIB, id="contrib", marks=pytest.mark.slow),
         pytest.param("sharding", SHARDING, id="sharding"),
     ],
 )
