@@ -18,7 +18,7 @@ from meka.tree import Array, PyTree
 
 # Noise is followed closely: as a network learns it falls by orders of magnitude, and
 # a filter that remembers too much of it trusts its own prediction for too long.
-_NOISE_DECAY = 0.98
+_NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
@@ -62,6 +62,7 @@ def auto(total_steps: int | None = None) -> Automatic:
         raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
     inner = scale_by_meka(
         probability_of_improvement,
+        value_decay=_VALUE_DECAY,
         noise_decay=_NOISE_DECAY,
         lasting=True,
     )
@@ -117,7 +118,9 @@ def auto(total_steps: int | None = None) -> Automatic:
             rate,
             growth,
         )
-        accepted = seen.info.accepted & jnp.isfinite(scale.won)
+        finite = jnp.isfinite(scale.won)
+        seen = tree.select(finite, seen, refused(state.filter, observation))
+        accepted = seen.info.accepted
         steps = jax.tree.map(lambda u: jnp.where(accepted, u, 0), steps)
         seen = seen._replace(info=_as_taken(seen, steps))
         average = state.average
@@ -135,20 +138,26 @@ def _glance(state: State, observation: Observation) -> State:
     The belief about the gradient is what the minibatch says, and the value is moved by
     the slope along the step as these examples see it. Of the rest the last is kept.
     """
-    path = observation.path
+    path, gradient = observation.path, observation.gradient.mean
     curvature = state.held.curvature
     noise, moved = state.gradient_noise.mean, path.length**2
-    y = Moments(observation.value.mean, state.value_noise.mean)
+    norm = jnp.sqrt(tree.square(gradient))
+    value_noise = state.value_noise.add(observation.value.variance, _VALUE_DECAY)
+    y = Moments(observation.value.mean, value_noise.mean)
     climb = -path.slope.mean * path.length  # g'δ at the end of the step
     value, model_error, innovation = filter_value(
         state.value, y, rise=climb - curvature * moved / 2, spread=noise * moved
     )
-    accepted = jnp.isfinite(value.mean) & jnp.isfinite(value.variance)
+    sound = jnp.isfinite(value.mean) & jnp.isfinite(value.variance) & jnp.isfinite(norm)
+    sound = sound & (observation.groups >= 2)
     info = state.info._replace(
         gain=jnp.ones_like(state.info.gain),
         value=value.mean,
         value_variance=value.variance,
         observed=y.mean,
+        observed_variance=y.variance,
+        gradient_norm=norm,
+        direction_norm=norm,
         model_error=model_error,
         innovation=innovation,
         gradient_variance=noise,
@@ -159,10 +168,12 @@ def _glance(state: State, observation: Observation) -> State:
     new = state._replace(
         count=state.count + 1,
         value=value,
-        gradient=Gaussian(observation.gradient.mean, noise),
+        value_noise=value_noise,
+        gradient=Gaussian(gradient, noise),
+        direction_norm=norm,
         info=info,
     )
-    return tree.select(accepted, new, refused(state, observation))
+    return tree.select(sound, new, refused(state, observation))
 
 
 def _as_taken(state: State, updates: PyTree) -> Info:

@@ -293,6 +293,40 @@ def test_a_step_that_is_not_finite_changes_nothing(total):
         np.testing.assert_array_equal(one, other)
 
 
+def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
+    """Where only value and gradient are looked at."""
+    optimizer = meka.auto(400)
+    step = jax.jit(meka.make_step(sharp, optimizer))
+    params = jnp.full(SIZE, 2.0)
+    state: Any = optimizer.init(params)
+    for t in range(130):
+        params, state, _ = step(params, state, steep(jax.random.fold_in(KEY, t)))
+    own, batch = state.filter, steep(KEY)
+    assert not own.lasting.follow
+    _, later, info = step(params, state, batch)
+    gradient = jax.grad(lambda p: jnp.mean(sharp(p, batch)))(params)
+    np.testing.assert_allclose(later.filter.gradient.mean, gradient, rtol=1e-5)
+    np.testing.assert_allclose(info.gradient_norm, jnp.linalg.norm(gradient), rtol=1e-5)
+    np.testing.assert_allclose(info.observed, jnp.mean(sharp(params, batch)), rtol=1e-5)
+    assert info.gain == 1
+    moved = later.filter.previous_params
+    np.testing.assert_array_equal(moved, params)
+
+    # One group alone, and a gradient whose squares overflow: nothing changes.
+    mask = jnp.arange(BATCH) == 3
+    huge = (batch[0], batch[1].at[:, 5].set(1e30))
+    for given in ((batch, mask), (huge,)):
+        after, kept, told = step(params, state, *given)
+        assert not told.accepted
+        np.testing.assert_array_equal(after, params)
+        for one, other in zip(
+            jax.tree.leaves((kept.scale, kept.filter._replace(info=()))),
+            jax.tree.leaves((state.scale, state.filter._replace(info=()))),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_a_run_has_to_have_a_length():
     with pytest.raises(ValueError, match="total_steps=0: must be at least 1"):
         meka.auto(0)
