@@ -161,6 +161,8 @@ def _glance(state: State, observation: Observation) -> State:
         model_error=model_error,
         innovation=innovation,
         gradient_variance=noise,
+        slope=norm * norm,
+        curvature=curvature * norm * norm,
         displacement_norm=path.length,
         suspect=jnp.full((), -1, jnp.int32),
         accepted=jnp.ones((), bool),
