@@ -22,6 +22,8 @@ _NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
+# In the second half of the run, not all along: D grows against a length that falls.
+_DECAY = 0.5
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -51,9 +53,10 @@ def auto(total_steps: int | None = None) -> Automatic:
     It starts from steps of next to nothing and takes about a hundred to find their
     length: a run of twenty steps gets nowhere.
 
-    With ``total_steps`` the length falls linearly to zero over the run, which is the
-    better choice where its length is known. Without, the length stays and an average
-    of the iterates is kept, one more buffer: evaluate `averaged` then.
+    With ``total_steps`` the length falls linearly to zero over the second half of the
+    run, which is the better choice where its length is known. Without, the length
+    stays and an average of the iterates is kept, one more buffer: evaluate `averaged`
+    then.
 
     ``info.step_size`` is the length of the step over that of the filtered gradient;
     ``optax.tree.get(state, "distance")`` is the scale itself.
@@ -109,7 +112,7 @@ def auto(total_steps: int | None = None) -> Automatic:
         assert params is not None
         rate = jnp.ones(())
         if total_steps:
-            rate = jnp.maximum(1 - state.scale.count / total_steps, 0)
+            rate = jnp.clip((1 - state.scale.count / total_steps) / _DECAY, 0, 1)
         steps, scale = distance.advance(
             state.scale,
             params,

@@ -327,6 +327,17 @@ def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
             np.testing.assert_array_equal(one, other)
 
 
+def test_the_length_is_held_and_falls_at_the_end(monkeypatch):
+    def advance(state, params, gradient, filtered, rate, growth):
+        return jnp.full_like(params, rate), state._replace(count=state.count + 1)
+
+    monkeypatch.setattr(distance, "advance", advance)
+    _, (path, _) = run(meka.auto(20), 20)
+    rates = np.diff(np.asarray(path, float)[:, 0], prepend=0.0)
+    expected = [1.0] * 10 + [1 - k / 10 for k in range(10)]
+    np.testing.assert_allclose(rates, expected, atol=1e-5)
+
+
 def test_a_run_has_to_have_a_length():
     with pytest.raises(ValueError, match="total_steps=0: must be at least 1"):
         meka.auto(0)
