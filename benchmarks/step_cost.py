@@ -12,7 +12,8 @@ call holds at once: arguments, results and work space. On a GPU a call is a comp
 loop of steps, as in training, so that the host's dispatch is not measured.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
-Hessian-vector product 9, two gradients 6, the current probe 5 more.
+Hessian-vector product 9, two gradients 6, the current probe 5 more; on a quarter of the
+examples a quarter, rounded, beside a gradient on all of them.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ def main_settings(network: networks.Network) -> list[Setting]:
             **lagged,
         ),
         ours(network, "meka PI, noise at every step", 14, meka.meka(), noise_every=1),
+        ours(network, "meka fixed step, sample 4", 5, fixed, sample=4, **lagged),
+        ours(network, "meka PI, sample 4", 6, meka.meka(), sample=4),
+        ours(network, "auto", 3, meka.auto(100_000)),
     ]
 
 

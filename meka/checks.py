@@ -116,6 +116,12 @@ def check_part(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         )
 
 
+def check_sample(sample: int) -> None:
+    """Examples can be left out, not added."""
+    if sample < 1:
+        raise ValueError(f"sample={sample}: must be at least 1, for all examples")
+
+
 def check_groups(count: int, groups: int, micro_batches: int) -> None:
     """Noise needs two groups; micro-batches and groups must nest."""
     if count < 2:

@@ -89,10 +89,9 @@ def advance(
     weight = length * distance / _GUESS
 
     back = tree.subtract(state.start, tree.widen(params))
-    won = _MEMORY * state.won + weight * tree.dot(gradient, back)
     pull = _mix(_MEMORY, state.pull, weight, gradient)
-    sizes = jax.tree.map(lambda x: jnp.sum(jnp.abs(x)), pull)
-    total = sum(x.astype(won.dtype) for x in jax.tree.leaves(sizes))
+    along, total = tree.dots((gradient, back), (pull, jax.tree.map(jnp.sign, pull)))
+    won = _MEMORY * state.won + weight * along
     bound = jnp.where(total > 0, won / jnp.where(total > 0, total, 1), 0)
 
     # Both moments carry D, so that what was seen at a tiny D is soon outweighed.

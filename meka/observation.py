@@ -7,7 +7,7 @@ is differentiated, and the spread of the groups gives the variances (`meka.momen
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from meka.checks import (
     check_params,
     check_part,
     check_previous,
+    check_sample,
 )
 from meka.gaussian import Moments
 from meka.tree import Array, PyTree
@@ -103,10 +104,13 @@ def _difference_where(
     """`difference` where it is asked for, and zero elsewhere."""
     del displacement
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-    before = jax.lax.cond(
-        follow, lambda: jax.grad(lambda p: loss(p)[0])(previous), lambda: gradient
-    )
-    return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
+
+    def change() -> PyTree:
+        before = jax.grad(lambda p: loss(p)[0])(previous)
+        return tree.subtract(tree.widen(gradient), tree.widen(before))
+
+    nothing = jax.tree.map(jnp.zeros_like, tree.widen(gradient))
+    return values, gradient, jax.lax.cond(follow, change, lambda: nothing)
 
 
 def per_example(loss: Callable[[PyTree, PyTree], Array]) -> Losses:
@@ -127,6 +131,7 @@ def observe(
     micro_batches: int = 1,
     measure: Array | bool = True,
     follow: Array | bool = True,
+    sample: int = 1,
 ) -> Observation:
     """Measure value, gradient and change of the gradient since ``previous``.
 
@@ -148,23 +153,31 @@ def observe(
       follow: whether to measure the change of the gradient. Where false it is zero
         and costs nothing; see ``followed``. It is measured anyway by transports other
         than `difference`, which share work with the gradient, and in micro-batches.
+      sample: measure the change of the gradient on one of so many examples, at that
+        fraction of its cost and with so much more noise. On all of them where this is
+        no divisor of their number, with a mask, with ``measure=True``, and where
+        ``follow`` is not ``True``.
     """
     check_params(params)
     check_previous(params, previous)
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
     check_groups(count, groups, micro_batches)
-    displacement = tree.subtract(tree.widen(params), tree.widen(previous))
+    check_sample(sample)
     everything = measure is True or micro_batches > 1 or diagonal
     if everything or transport is not difference:
         follow = True
-    where = (params, previous, displacement)
+    # A transport that multiplies by the displacement needs it written out; for sums
+    # alone it is computed where they are made, since what a choice is handed is
+    # written out as well.
+    handed = None if transport is difference else _displacement(params, previous)
+    where = (params, previous, handed)
     look = partial(_look, losses, transport, *where)
     parts = max(groups, micro_batches)
     batch, weights = _fill(batch, mask, -count % parts)
     deal = partial(_deal, parts=parts)
 
-    shares = deal(weights)
+    shares, fewer = deal(weights), 1
     if everything:
         measured, hands = True, jax.tree.map(deal, batch)
         if micro_batches == 1:
@@ -181,16 +194,20 @@ def observe(
         some = _SAMPLE if mask is None and count % (_SAMPLE * groups) == 0 else 1
         scatters = jax.lax.cond(
             measure,
-            lambda: _scatters(look, _sample((batch, weights), some), groups),
+            lambda: _scatters(look, one_in((batch, weights), some), groups),
             lambda: _no_scatters(params),
         )
+        given = jax.tree.map(lambda x: x[:count], (batch, weights))
         if follow is not True:
             look = partial(_look, losses, partial(_difference_where, follow), *where)
-        whole, values = look(*jax.tree.map(lambda x: x[:count], (batch, weights)))
+        elif sample > 1 and mask is None and count % sample == 0:
+            look = partial(look, part=one_in(given, sample))
+            fewer = sample
+        whole, values = look(*given)
         looks = _around(whole, shares, scatters)
     held = jnp.sum(weights.reshape(-1, groups), axis=0)
     seen = _observation(looks, values, weights[:count], held, measured)
-    return seen._replace(followed=follow)
+    return _on_fewer(seen, fewer)._replace(followed=follow)
 
 
 class _Looks(NamedTuple):
@@ -214,20 +231,35 @@ class _Look(NamedTuple):
 
 
 def _look(
-    losses, transport, params, previous, displacement, batch, weights, total=None
+    losses, transport, params, previous, handed, batch, weights, total=None, part=None
 ) -> tuple[_Look, Array]:
-    """Differentiate the mean loss of one group, and look along the displacement."""
+    """Differentiate the mean loss of one group, and look along the displacement.
+
+    The change of the gradient is that of ``part``, examples and weights, if given.
+    """
     dtype = tree.scalar_dtype(params)
-    total = jnp.maximum(jnp.sum(weights), 1) if total is None else jnp.asarray(total)
-    total = total.astype(dtype)
 
-    def loss(p: PyTree) -> tuple[Array, Array]:
-        values = losses(p, batch).astype(dtype)
-        check_part(values.shape, weights.shape)
-        return jnp.sum(weights.astype(dtype) * values) / total, values
+    def mean_loss(batch: PyTree, weights: Array, total: Any) -> Loss:
+        if total is None:
+            total = jnp.maximum(jnp.sum(weights), 1)
 
+        def loss(p: PyTree) -> tuple[Array, Array]:
+            values = losses(p, batch).astype(dtype)
+            check_part(values.shape, weights.shape)
+            mean = jnp.sum(weights.astype(dtype) * values)
+            return mean / jnp.asarray(total).astype(dtype), values
+
+        return loss
+
+    loss = mean_loss(batch, weights, total)
+    displacement = _displacement(params, previous) if handed is None else handed
     tangent = tree.cast_like(displacement, params)
-    values, gradient, change = transport(loss, params, previous, tangent)
+    if part is None:
+        values, gradient, change = transport(loss, params, previous, tangent)
+    else:
+        (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        some = mean_loss(*part, total=None)
+        _, _, change = transport(some, params, previous, tangent)
     gradient, change = tree.widen(gradient), tree.widen(change)
     along_change, along_gradient, square = tree.dots(
         (change, displacement), (gradient, displacement), (displacement, displacement)
@@ -236,6 +268,10 @@ def _look(
     unit = jnp.where(length > 0, length, 1)
     slope, curvature = (along_change - along_gradient) / unit, along_change / unit
     return _Look(gradient, change, slope, curvature / unit, length), values
+
+
+def _displacement(params: PyTree, previous: PyTree) -> PyTree:
+    return tree.subtract(tree.widen(params), tree.widen(previous))
 
 
 def _summarise(
@@ -385,7 +421,7 @@ def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
     return summary, values.reshape(-1, values.shape[-1])
 
 
-def _sample(batch: PyTree, one_of: int) -> PyTree:
+def one_in(batch: PyTree, one_of: int) -> PyTree:
     """Every so many-th example; strided, so that all devices of a mesh hold some."""
     return jax.tree.map(lambda x: _deal(x, one_of)[0], batch)
 
@@ -407,6 +443,26 @@ def _observation(looks: _Looks, values, weights, held, measured) -> Observation:
         suspect=jnp.where(jnp.all(sane), -1, jnp.argmin(sane)).astype(jnp.int32),
         measured=measured,
     )
+
+
+def _on_fewer(seen: Observation, fewer: int) -> Observation:
+    """What is known of the change if one of so many examples was asked.
+
+    The variances given are those of means over all of them. The slope where the step
+    began is that at its end, which all examples tell, less the curvature; the mean of
+    some differs from that of all by a deviation that is independent of it.
+    """
+    if fewer == 1:
+        return seen
+    change, (length, slope, curvature) = seen.change, seen.path
+    more = (fewer - 1) * curvature.variance * length**2
+    path = Path(
+        length,
+        Moments(slope.mean, slope.variance + more),
+        Moments(curvature.mean, fewer * curvature.variance),
+    )
+    change = Moments(change.mean, fewer * change.variance)
+    return seen._replace(change=change, path=path)
 
 
 def _fill(batch: PyTree, mask: Array | None, padding: int) -> tuple[PyTree, Array]:

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from meka import moments, tree
-from meka.checks import check_batch, check_losses
+from meka.checks import check_batch, check_losses, check_sample
 from meka.gaussian import Moments
-from meka.observation import Losses, Observation
+from meka.observation import Losses, Observation, one_in
 from meka.tree import Array, PyTree
 
 Curve: TypeAlias = Callable[[PyTree], tuple[Moments, Moments]]
@@ -84,15 +84,20 @@ def curve(
     *,
     mask: Array | None = None,
     micro_batches: int = 1,
+    sample: int = 1,
 ) -> Curve:
     """Slopes and curvatures of a batch along any direction, with exact variances.
 
     The returned function maps a direction d to the moments of -d'∇f and d'Bd. Two
     nested forward-mode derivatives of t ↦ losses(params + t d, batch) give every
-    example's, with no backward pass and no memory.
+    example's, with no backward pass and no memory. With ``sample`` one of so many
+    examples is asked, where it divides their number and there is no mask.
     """
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
+    check_sample(sample)
+    if sample > 1 and mask is None and count % sample == 0:
+        batch, count = one_in(batch, sample), count // sample
 
     def along(direction: PyTree) -> tuple[Moments, Moments]:
         tangent = tree.cast_like(direction, params)

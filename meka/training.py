@@ -28,6 +28,7 @@ def make_step(
     probe: ProbeFunction | None = None,
     micro_batches: int = 1,
     noise_every: int | None = None,
+    sample: int = 1,
 ) -> StepFunction:
     """``step(params, state, batch, mask=None, number=None) -> (params, state, info)``.
 
@@ -47,6 +48,11 @@ def make_step(
       noise_every: split the batch into groups at this many steps (and at each of the
         first so many), and remember the noise in between; 1 is the paper. By default
         8, 16 for `auto`, and 1 where variances are kept per coordinate.
+      sample: measure the change of the gradient, and the curvature, on one of so many
+        examples, and reckon with so much more noise: cheaper where arithmetic is what
+        takes the time, and a filter that trusts itself less. On all of them, whatever
+        is said here, with a mask, with micro-batches, where noise is measured at every
+        step, and in `auto`.
 
     ``number``, the number of the step, decides where noise is measured. It is counted
     in the state by default; who maps the step over seeds passes it unmapped, since a
@@ -89,8 +95,16 @@ def make_step(
             micro_batches=micro_batches,
             measure=measure,
             follow=not own.lasting or own.lasting.follow | measure,
+            sample=sample,
         )
-        along = curve(losses, params, batch, mask=mask, micro_batches=micro_batches)
+        along = curve(
+            losses,
+            params,
+            batch,
+            mask=mask,
+            micro_batches=micro_batches,
+            sample=sample if every > 1 and micro_batches == 1 else 1,
+        )
         updates, new_state = optimizer.update(
             tree.cast_like(observation.gradient.mean, params),
             state,

@@ -10,6 +10,7 @@ import pytest
 import meka
 
 SIZE, BATCH, STEPS, SEEDS, EVERY = 6, 16, 400, 24, 8
+KEY = jax.random.key(0)
 SCALES = np.linspace(0.5, 2.0, SIZE).astype(np.float32)
 
 
@@ -26,10 +27,12 @@ def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @cache
-def runs(every: int) -> meka.Info:
+def runs(every: int, sample: int = 1, probe=meka.lagged) -> meka.Info:
     """What SEEDS runs of a tiny constant step tell; they hardly move."""
     optimizer = meka.meka(meka.constant(1e-4), noise_decay=0.99)
-    step = meka.make_step(losses, optimizer, probe=meka.lagged, noise_every=every)
+    step = meka.make_step(
+        losses, optimizer, probe=probe, noise_every=every, sample=sample
+    )
 
     def one(carry, number, key):
         params, state, info = step(*carry, draw(key), number=number)
@@ -66,6 +69,62 @@ def test_the_noise_of_the_change_is_unbiased(every):
     info = runs(every)
     lengths = np.asarray(info.displacement_norm[1:], float)
     held_to(info.change_noise[1:] / lengths**2, 0.25 / BATCH / SIZE)
+
+
+@pytest.mark.parametrize("transport", [meka.hessian_at_current, meka.difference])
+def test_some_examples_tell_the_change_and_all_the_gradient(transport):
+    params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
+    batch = draw(jax.random.key(3))
+
+    def observe(batch, **options):
+        options |= {"measure": jnp.asarray(False), "transport": transport}
+        return meka.observe(losses, params, previous, batch, **options)
+
+    seen, all_of_them = observe(batch, sample=4), observe(batch)
+    quarter = observe(jax.tree.map(lambda x: x[::4], batch))
+    np.testing.assert_allclose(seen.gradient.mean, all_of_them.gradient.mean, rtol=1e-5)
+    np.testing.assert_allclose(seen.change.mean, quarter.change.mean, rtol=1e-5)
+    np.testing.assert_allclose(
+        seen.path.curvature.mean, quarter.path.curvature.mean, rtol=1e-5
+    )
+    assert seen.value == all_of_them.value
+    # Where a quarter of the examples is none, or some are padding, all are asked.
+    mask = jnp.arange(BATCH) < 12
+    assert observe(batch, sample=4, mask=mask).change.mean.tolist() == (
+        observe(batch, mask=mask).change.mean.tolist()
+    )
+    odd = jax.tree.map(lambda x: x[:14], batch)
+    ours, theirs = observe(odd, sample=4), observe(odd)
+    assert ours.change.mean.tolist() == theirs.change.mean.tolist()
+    with pytest.raises(ValueError, match="sample=0: must be at least 1"):
+        observe(batch, sample=0)
+
+
+def test_fewer_examples_know_less_of_the_change_and_say_so():
+    """Q, the variances of curvature and slope, each held to the truth."""
+    info = runs(EVERY, sample=4)
+    lengths = np.asarray(info.displacement_norm[1:], float)
+    held_to(info.change_noise[1:] / lengths**2, 4 * 0.25 / BATCH / SIZE)
+    truth = float(np.mean(SCALES**2 + 0.25)) / BATCH
+    held_to(info.gradient_noise[STEPS // 2 :], truth)
+
+
+def test_the_slope_where_the_step_began_is_as_noisy_as_it_says():
+    """Curvature of some examples and gradient of all, over many batches."""
+    params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
+
+    def look(key):
+        seen = meka.observe(
+            losses, params, previous, draw(key), measure=jnp.asarray(True), sample=4
+        )
+        return seen.path, seen.change.mean
+
+    paths, changes = jax.jit(jax.vmap(look))(jax.random.split(KEY, 4000))
+    for part in (paths.slope, paths.curvature):
+        spread = np.var(np.asarray(part.mean, float))
+        assert abs(np.mean(part.variance) / spread - 1) < 0.1
+    np.testing.assert_allclose(np.mean(changes, axis=0), np.ones(SIZE), atol=0.02)
+    assert abs(np.mean(paths.curvature.mean) - 1) < 0.01
 
 
 def test_measured_at_the_first_steps_and_then_now_and_then():
