@@ -102,6 +102,7 @@ def run_blocks(page: str, scope: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.makes_nan
+@pytest.mark.slow
 def test_sharp_edges_are_as_described() -> None:
     run_blocks("docs/sharp_edges.md", {})
 
