@@ -191,7 +191,7 @@ def observe(
         measured = measure
         # Only scalars come out of the choice: gradients would be copied. It is made
         # first, while nothing else of the parameters' size is needed.
-        some = _SAMPLE if mask is None and count % (_SAMPLE * groups) == 0 else 1
+        some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
         scatters = jax.lax.cond(
             measure,
             lambda: _scatters(look, one_in((batch, weights), some), groups),
@@ -200,9 +200,8 @@ def observe(
         given = jax.tree.map(lambda x: x[:count], (batch, weights))
         if follow is not True:
             look = partial(_look, losses, partial(_difference_where, follow), *where)
-        elif sample > 1 and mask is None and count % sample == 0:
-            look = partial(look, part=one_in(given, sample))
-            fewer = sample
+        elif (fewer := share(sample, count, mask)) > 1:
+            look = partial(look, part=one_in(given, fewer))
         whole, values = look(*given)
         looks = _around(whole, shares, scatters)
     held = jnp.sum(weights.reshape(-1, groups), axis=0)
@@ -419,6 +418,11 @@ def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
     # Back to the order of the parts, as `regroup` found them.
     values = jnp.swapaxes(values, 0, 1)
     return summary, values.reshape(-1, values.shape[-1])
+
+
+def share(sample: int, count: int, mask: Array | None) -> int:
+    """So many examples one stands for: all do where some could not, or are padding."""
+    return sample if mask is None and count % sample == 0 else 1
 
 
 def one_in(batch: PyTree, one_of: int) -> PyTree:

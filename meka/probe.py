@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from meka import moments, tree
 from meka.checks import check_batch, check_losses, check_sample
 from meka.gaussian import Moments
-from meka.observation import Losses, Observation, one_in
+from meka.observation import Losses, Observation, one_in, share
 from meka.tree import Array, PyTree
 
 Curve: TypeAlias = Callable[[PyTree], tuple[Moments, Moments]]
@@ -96,8 +96,8 @@ def curve(
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
     check_sample(sample)
-    if sample > 1 and mask is None and count % sample == 0:
-        batch, count = one_in(batch, sample), count // sample
+    if (fewer := share(sample, count, mask)) > 1:
+        batch, count = one_in(batch, fewer), count // fewer
 
     def along(direction: PyTree) -> tuple[Moments, Moments]:
         tangent = tree.cast_like(direction, params)
