@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     )
     from meka.observation import (
         Observation,
-        difference,
-        hessian_at_current,
-        hessian_at_previous,
         observe,
         per_example,
     )
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from meka.probe import Probe, Scene, current, curve, lagged
     from meka.state import Info, State, find_state
     from meka.training import make_step
+    from meka.transport import difference, hessian_at_current, hessian_at_previous
 
 __version__ = "0.1.0"
 
@@ -90,6 +88,7 @@ _MODULES = (
     "probe",
     "state",
     "training",
+    "transport",
 )
 
 

@@ -10,10 +10,11 @@ import optax
 from meka import distance, tree
 from meka.gaussian import Gaussian, Moments
 from meka.improvement import probability_of_improvement
-from meka.observation import Observation, difference
+from meka.observation import Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
 from meka.probe import Probe, Scene, lagged
 from meka.state import Info, State
+from meka.transport import difference
 from meka.tree import Array, PyTree
 
 # Noise is followed closely: as a network learns it falls by orders of magnitude, and

@@ -23,13 +23,16 @@ from meka.checks import (
     check_sample,
 )
 from meka.gaussian import Moments
+from meka.transport import (
+    Loss,
+    Transport,
+    difference,
+    difference_where,
+    hessian_at_current,
+)
 from meka.tree import Array, PyTree
 
 Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
-Loss: TypeAlias = Callable[[PyTree], tuple[Array, Array]]
-Transport: TypeAlias = Callable[
-    [Loss, PyTree, PyTree, PyTree], tuple[Array, PyTree, PyTree]
-]
 
 # Noise that is measured now and then is measured on one of so many examples: the
 # scatter of two groups tells as much however large they are.
@@ -62,55 +65,6 @@ class Observation(NamedTuple):
     suspect: Array  # index of the first example whose loss is not finite, or -1
     measured: Array | bool = True  # false: variances of gradient and path are not known
     followed: Array | bool = True  # false: the change of the gradient is not known
-
-
-def hessian_at_current(
-    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
-) -> tuple[Array, PyTree, PyTree]:
-    """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
-    del previous
-    both = jax.value_and_grad(loss, has_aux=True)
-    ((_, values), gradient), (_, change) = jax.jvp(both, (params,), (displacement,))
-    return values, gradient, change
-
-
-def hessian_at_previous(
-    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
-) -> tuple[Array, PyTree, PyTree]:
-    """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
-    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-    slope_of = jax.grad(lambda p: loss(p)[0])
-    _, change = jax.jvp(slope_of, (previous,), (displacement,))
-    return values, gradient, change
-
-
-def difference(
-    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
-) -> tuple[Array, PyTree, PyTree]:
-    """∇f(θ_t) - ∇f(θ_{t-1}) on the same examples: no Taylor error, no product."""
-    del displacement
-    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-    before = jax.grad(lambda p: loss(p)[0])(previous)
-    return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
-
-
-def _difference_where(
-    follow: Array | bool,
-    loss: Loss,
-    params: PyTree,
-    previous: PyTree,
-    displacement: PyTree,
-) -> tuple[Array, PyTree, PyTree]:
-    """`difference` where it is asked for, and zero elsewhere."""
-    del displacement
-    (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-
-    def change() -> PyTree:
-        before = jax.grad(lambda p: loss(p)[0])(previous)
-        return tree.subtract(tree.widen(gradient), tree.widen(before))
-
-    nothing = jax.tree.map(jnp.zeros_like, tree.widen(gradient))
-    return values, gradient, jax.lax.cond(follow, change, lambda: nothing)
 
 
 def per_example(loss: Callable[[PyTree, PyTree], Array]) -> Losses:
@@ -199,7 +153,7 @@ def observe(
         )
         given = jax.tree.map(lambda x: x[:count], (batch, weights))
         if follow is not True:
-            look = partial(_look, losses, partial(_difference_where, follow), *where)
+            look = partial(_look, losses, partial(difference_where, follow), *where)
         elif (fewer := share(sample, count, mask)) > 1:
             look = partial(look, part=one_in(given, fewer))
         whole, values = look(*given)

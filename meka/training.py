@@ -7,9 +7,10 @@ import optax
 
 from meka import tree
 from meka.checks import check_wrappers
-from meka.observation import Losses, Transport, hessian_at_current, observe
+from meka.observation import Losses, observe
 from meka.probe import ProbeFunction, current, curve
 from meka.state import Info, find_state, replace_info
+from meka.transport import Transport, hessian_at_current
 from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
