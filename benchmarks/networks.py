@@ -19,13 +19,13 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Network:
-    """Parameters, losses and a batch of any size."""
+    """Parameters, losses, and batches: so many examples, others for another seed."""
 
     name: str
     batch_size: int
     init: Callable[[], PyTree]
     losses: Callable[[PyTree, PyTree], jax.Array]
-    batch: Callable[[int], PyTree]
+    batch: Callable[[int, int], PyTree]
     convolutions: bool = False
 
 
@@ -36,8 +36,8 @@ def classifier(name: str, make: Callable[[jax.Array], Any], shape, convolutions)
         logits = eqx.combine(params, static)(batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
 
-    def batch(n: int) -> PyTree:
-        keys = jax.random.split(jax.random.key(1))
+    def batch(n: int, seed: int) -> PyTree:
+        keys = jax.random.split(jax.random.key(1 + seed))
         labels = jax.random.randint(keys[1], (n,), 0, 10)
         return jax.random.normal(keys[0], (n, *shape)), labels
 
@@ -58,8 +58,8 @@ def decoder(width: int = 320) -> Network:
     def losses(params: PyTree, text: jax.Array) -> jax.Array:
         return next_token_losses(eqx.combine(params, static), text)
 
-    def batch(n: int) -> jax.Array:
-        return jax.random.randint(jax.random.key(1), (n, 129), 0, 256)
+    def batch(n: int, seed: int) -> jax.Array:
+        return jax.random.randint(jax.random.key(1 + seed), (n, 129), 0, 256)
 
     return Network("transformer", 32, lambda: model, losses, batch)
 

@@ -147,7 +147,7 @@ def with_torch(network: networks.Network, batch: PyTree) -> Callable[[], Any] | 
 
 
 def contestants(network: networks.Network) -> tuple[list[timing.Contestant], list[str]]:
-    params, batch = network.init(), network.batch(network.batch_size)
+    params, batch = network.init(), network.batch(network.batch_size, 0)
     displacement = jax.tree.map(lambda x: jnp.full_like(x, 0.01), params)
     everything = "gradient, product, both noises"
     peers: list[tuple[str, Callable, str]] = [

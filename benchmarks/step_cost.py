@@ -9,7 +9,8 @@
 All settings take turns (meka/lab/timing.py); a ratio is the median over rounds of
 the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
 call holds at once: arguments, results and work space. On a GPU a call is a compiled
-loop of steps, as in training, so that the host's dispatch is not measured.
+loop of steps, as in training, so that the host's dispatch is not measured. Every step
+sees another batch: what `auto` computes depends on the noise between them.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
 Hessian-vector product 9, two gradients 6, the current probe 5 more; on a quarter of the
@@ -19,13 +20,14 @@ examples a quarter, rounded, beside a gradient on all of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -47,17 +49,22 @@ TRANSPORTS = {
     "hessian_at_previous": (meka.hessian_at_previous, 9),
     "difference": (meka.difference, 6),
 }
+BATCHES = 16
 PROBES = {"current": (meka.current, 5), "lagged": (meka.lagged, 0)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A step to time: the carry it starts from, and what it does to it."""
+    """A step to time: the carry it starts from, and what it does to it.
+
+    ``warm`` is the number of steps before the first that is timed.
+    """
 
     name: str
     products: int
     start: Callable[[PyTree], PyTree]
     step: Callable[[PyTree, PyTree], PyTree]
+    warm: int = 0
 
 
 def plain(network: networks.Network, name: str, optimizer) -> Setting:
@@ -93,6 +100,20 @@ def ours(network, name, products, optimizer, **options) -> Setting:
     return Setting(name, products, lambda p: (p, optimizer.init(p)), step)
 
 
+def automatic(network: networks.Network) -> Setting:
+    """`auto` past its beginning: while steps are tiny it follows the gradient's change,
+    which costs a second gradient, and finds their length in a tenth of the run."""
+    optimizer = meka.auto(10**6)
+    setting = ours(network, "auto", 3, optimizer)
+
+    def start(params: PyTree) -> PyTree:
+        state: Any = optimizer.init(params)
+        scale = state.scale._replace(distance=jnp.asarray(3e-4))
+        return params, state._replace(scale=scale)
+
+    return replace(setting, start=start, warm=400)
+
+
 def main_settings(network: networks.Network) -> list[Setting]:
     fixed = meka.meka(meka.constant(1e-3))
     lagged = {"probe": meka.lagged}
@@ -114,7 +135,7 @@ def main_settings(network: networks.Network) -> list[Setting]:
         ours(network, "meka PI, noise at every step", 14, meka.meka(), noise_every=1),
         ours(network, "meka fixed step, sample 4", 5, fixed, sample=4, **lagged),
         ours(network, "meka PI, sample 4", 6, meka.meka(), sample=4),
-        ours(network, "auto", 3, meka.auto(100_000)),
+        automatic(network),
     ]
 
 
@@ -139,27 +160,50 @@ def all_settings(network: networks.Network, batch_size: int) -> list[Setting]:
 
 
 def prepare(
-    setting: Setting, params: PyTree, batch: PyTree, loop: int
+    setting: Setting, params: PyTree, batches: list[PyTree], loop: int
 ) -> tuple[timing.Contestant, int]:
     """Compile a setting; also the bytes that one of its steps holds at once."""
     carry = jax.tree.map(jnp.copy, setting.start(params))
 
-    def several(carry: PyTree, batch: PyTree) -> PyTree:
-        return jax.lax.fori_loop(0, loop, lambda _, c: setting.step(c, batch), carry)
+    def several(carry: PyTree, block: PyTree) -> PyTree:
+        return jax.lax.scan(lambda c, b: (setting.step(c, b), None), carry, block)[0]
 
-    call = setting.step if loop == 1 else several
-    step = jax.jit(call, donate_argnums=0).lower(carry, batch).compile()
-    contestant = timing.Contestant(setting.name, step, carry, batch, loop)
-    return contestant, timing.peak_bytes(step)
+    call, blocks = setting.step, batches
+    if loop > 1:
+        parts = [batches[i : i + loop] for i in range(0, len(batches), loop)]
+        call, blocks = several, [jax.tree.map(_stack, *part) for part in parts]
+    step = jax.jit(call, donate_argnums=0).lower(carry, blocks[0]).compile()
+    contestant = timing.Contestant(
+        setting.name,
+        lambda carry, turns: step(carry, next(turns)),
+        carry,
+        itertools.cycle(blocks),
+        loop,
+    )
+    beside = (loop - 1) * sum(x.nbytes for x in jax.tree.leaves(batches[0]))
+    return contestant, timing.peak_bytes(step) - beside
+
+
+def _stack(*arrays: jax.Array) -> jax.Array:
+    return jnp.stack(arrays)
 
 
 def measure(
-    settings: list[Setting], params: PyTree, batch: PyTree, loop: int, rounds: int
+    settings: list[Setting],
+    network: networks.Network,
+    batch_size: int,
+    loop: int,
+    rounds: int,
 ) -> list[dict[str, Any]]:
+    params = network.init()
+    batches = [network.batch(batch_size, i) for i in range(BATCHES // loop * loop)]
     say(f"compiling {len(settings)} settings")
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        prepared = threads.map(lambda s: prepare(s, params, batch, loop), settings)
+        prepared = threads.map(lambda s: prepare(s, params, batches, loop), settings)
         contestants, memory = zip(*prepared, strict=True)
+    for setting, each in zip(settings, contestants, strict=True):
+        for _ in range(0, setting.warm, loop):
+            each.burst()
 
     def progress(done: int) -> None:
         if done % 10 == 0:
@@ -209,12 +253,19 @@ def growth(kind: str, network_name: str, loop: int, rounds: int) -> list[dict]:
         say(f"{kind} {value}")
         per_example = ours(network, "groups n", 14, meka.meka(), groups=n)
         settings = [*main_settings(network), per_example]
-        params, batch = network.init(), network.batch(n)
-        rows = measure(settings, params, batch, loop, rounds)
-        print(f"\n{kind} {value}, {networks.count(params):,} parameters")
+        rows = measure(settings, network, n, loop, rounds)
+        print(f"\n{kind} {value}, {networks.count(network.init()):,} parameters")
         print(table(rows), flush=True)
         found += [{kind: value, **row} for row in rows]
     return found
+
+
+def chosen(settings: list[Setting], names: list[str] | None) -> list[Setting]:
+    """Those of these names, and the first, which the others are compared with."""
+    known = [s.name for s in settings]
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise SystemExit(f"no setting {unknown}: there are {', '.join(known)}")
+    return [s for s in settings if not names or s.name in (known[0], *names)]
 
 
 def arguments() -> argparse.Namespace:
@@ -222,6 +273,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "gpu"))
     parser.add_argument("--model", choices=networks.NETWORKS, default="mlp")
     parser.add_argument("--settings", choices=("main", "all"))
+    parser.add_argument("--only", nargs="+", help="these names alone; adam first")
     parser.add_argument("--grow", choices=("batch", "width"))
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=40)
@@ -247,11 +299,12 @@ def main() -> None:
         settings = (
             all_settings(network, size) if every == "all" else main_settings(network)
         )
-        params, batch = network.init(), network.batch(size)
-        rows = measure(settings, params, batch, loop, given.rounds)
-        print(f"{given.model}, {networks.count(params):,} parameters, batch {size}")
+        settings = chosen(settings, given.only)
+        rows = measure(settings, network, size, loop, given.rounds)
+        count = networks.count(network.init())
+        print(f"{given.model}, {count:,} parameters, batch {size}")
         print(table(rows))
-        if given.model in PAPER:
+        if given.model in PAPER and not given.only:
             fixed, adaptive = PAPER[given.model]
             sgd = next(r for r in rows if r["name"] == "sgd")["seconds"]
             print(f"the paper, over SGD: fixed {fixed}, adaptive {adaptive}; here:")
