@@ -6,7 +6,7 @@ is differentiated, and the spread of the groups gives the variances (`meka.momen
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -37,7 +37,7 @@ Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
 # Noise that is measured now and then is measured on one of so many examples: the
 # scatter of two groups tells as much however large they are.
 _SAMPLE = 4
-# Up to here each group is differentiated on its own; more are batched by vmap.
+# Up to here groups are written out one by one, which is fastest wherever it is tried.
 _UNROLLED_GROUPS = 4
 
 
@@ -308,21 +308,44 @@ def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
 
 
 def _all_groups(look, batch, weights, diagonal) -> tuple[_Looks, Array]:
-    """Every group of a batch dealt as (groups, n / groups, ...)."""
-    groups = weights.shape[0]
-    counts = jnp.sum(weights, axis=1)
-    if groups > _UNROLLED_GROUPS:
+    """Every group of a batch dealt as (groups, n / groups, ...).
+
+    Many groups are mapped over on a GPU, which would wait for single ones, and taken
+    in turn on a CPU, which has no fast product of stacked matrices.
+    """
+
+    def one(own: PyTree, weight: Array) -> tuple[_Looks, Array]:
+        found, values = look(own, weight)
+        return _summarise(moments.one_group, found, jnp.sum(weight), diagonal), values
+
+    def unrolled(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
+        parts = [jax.tree.map(lambda x, j=j: x[j], batch) for j in range(len(weights))]
+        found, values = zip(*map(one, parts, weights), strict=True)
+        return reduce(partial(_merge, diagonal=diagonal), found), jnp.stack(values)
+
+    def in_turn(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
+        return _in_turn(one, (batch, weights), diagonal)
+
+    def at_once(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
         looks, values = jax.vmap(look)(batch, weights)
+        counts = jnp.sum(weights, axis=1)
         return _summarise(moments.stacked_groups, looks, counts, diagonal), values
-    summary, values = None, []
-    for j in range(groups):
-        own = jax.tree.map(lambda x, j=j: x[j], batch)
-        one, value = look(own, weights[j])
-        values.append(value)
-        found = _summarise(moments.one_group, one, counts[j], diagonal)
-        summary = found if summary is None else _merge(summary, found, diagonal)
-    assert summary is not None
-    return summary, jnp.stack(values)
+
+    if len(weights) <= _UNROLLED_GROUPS:
+        return unrolled(batch, weights)
+    return jax.lax.platform_dependent(batch, weights, cpu=in_turn, default=at_once)
+
+
+def _in_turn(look, data: tuple[PyTree, Array], diagonal: bool) -> tuple[_Looks, Array]:
+    """What ``look`` finds in each part of the data, merged as they come."""
+
+    def body(summary: _Looks, part) -> tuple[_Looks, Array]:
+        found, values = look(*part)
+        return _merge(summary, found, diagonal), values
+
+    shapes, _ = jax.eval_shape(look, *_first(data))
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(body, nothing, data)
 
 
 def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
@@ -360,15 +383,7 @@ def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
         return _summarise(moments.one_group, mean, weight, diagonal), values
 
     inner = whole_groups if groups >= micro_batches else pieces_of_a_group
-    data = jax.tree.map(regroup, (batch, weights))
-
-    def body(summary, part):
-        found, values = inner(*part)
-        return _merge(summary, found, diagonal), values
-
-    shapes, _ = jax.eval_shape(inner, *_first(data))
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    summary, values = jax.lax.scan(body, nothing, data)
+    summary, values = _in_turn(inner, jax.tree.map(regroup, (batch, weights)), diagonal)
     # Back to the order of the parts, as `regroup` found them.
     values = jnp.swapaxes(values, 0, 1)
     return summary, values.reshape(-1, values.shape[-1])

@@ -1,7 +1,7 @@
 """One minibatch, against per-example gradients and Hessians written out in full."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -240,6 +240,24 @@ def test_nothing_moved():
         assert seen.path.length == 0
         assert seen.path.slope.mean == 0
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(seen))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="groups are stacked there")
+def test_a_group_per_example_takes_the_memory_of_a_few():
+    """Not that of all the gradients at once."""
+
+    def losses(params, batch):
+        return jnp.square(jnp.tanh(batch @ params)).sum(axis=1)
+
+    params, batch = jnp.ones((300, 200)), jnp.ones((64, 300))
+
+    def work(groups: int) -> float:
+        seen = jax.jit(partial(meka.observe, losses, groups=groups, diagonal=True))
+        stats = seen.lower(params, params, batch).compile().memory_analysis()
+        assert stats is not None
+        return stats.temp_size_in_bytes / params.nbytes
+
+    assert work(64) < 2 * work(2) < 64
 
 
 @jax.jit
