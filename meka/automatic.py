@@ -23,9 +23,8 @@ _NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
-# A bound that is found from short steps is low. Once it is there, the length rises to
-# so many times it, in another tenth of the run, and falls to zero over the rest.
-_BEYOND, _FALL, _BEND = 3.0, 0.7, 1.5
+# In the second half of the run, not all along: D grows against a length that falls.
+_DECAY = 0.5
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -55,10 +54,10 @@ def auto(total_steps: int | None = None) -> Automatic:
     It starts from steps of next to nothing and takes about a hundred to find their
     length: a run of twenty steps gets nowhere.
 
-    With ``total_steps`` the length rises to thrice that distance once it is found, and
-    falls to zero over the last seven tenths of the run, which is the better choice
-    where its length is known. Without, the length stays and an average of the iterates
-    is kept, one more buffer: evaluate `averaged` then.
+    With ``total_steps`` the length falls linearly to zero over the second half of the
+    run, which is the better choice where its length is known. Without, the length
+    stays and an average of the iterates is kept, one more buffer: evaluate `averaged`
+    then.
 
     ``info.step_size`` is the length of the step over that of the filtered gradient;
     ``optax.tree.get(state, "distance")`` is the scale itself.
@@ -114,7 +113,7 @@ def auto(total_steps: int | None = None) -> Automatic:
         assert params is not None
         rate = jnp.ones(())
         if total_steps:
-            rate = _rate(state.scale.count / total_steps)
+            rate = jnp.clip((1 - state.scale.count / total_steps) / _DECAY, 0, 1)
         steps, scale = distance.advance(
             state.scale,
             params,
@@ -135,13 +134,6 @@ def auto(total_steps: int | None = None) -> Automatic:
         return steps, tree.select(accepted, new, state._replace(filter=seen))
 
     return Automatic(init, update)
-
-
-def _rate(passed: Array) -> Array:
-    """The length over the distance, when this share of the run has passed."""
-    rise = jnp.clip((passed - _SHARE) / _SHARE, 0, 1)
-    fall = jnp.clip((1 - passed) / _FALL, 0, 1)
-    return (1 + (_BEYOND - 1) * rise) * fall**_BEND
 
 
 def _glance(state: State, observation: Observation) -> State:

@@ -327,14 +327,14 @@ def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
             np.testing.assert_array_equal(one, other)
 
 
-def test_the_length_rises_once_the_distance_is_found_and_falls_to_nothing(monkeypatch):
+def test_the_length_is_held_and_falls_at_the_end(monkeypatch):
     def advance(state, params, gradient, filtered, rate, growth):
         return jnp.full_like(params, rate), state._replace(count=state.count + 1)
 
     monkeypatch.setattr(distance, "advance", advance)
     _, (path, _) = run(meka.auto(20), 20)
     rates = np.diff(np.asarray(path, float)[:, 0], prepend=0.0)
-    expected = [1, 1, 1, 2, 3, 3] + [3 * (k / 14) ** 1.5 for k in range(14, 0, -1)]
+    expected = [1.0] * 10 + [1 - k / 10 for k in range(10)]
     np.testing.assert_allclose(rates, expected, atol=1e-5)
 
 
