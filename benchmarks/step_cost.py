@@ -247,7 +247,7 @@ def growth(kind: str, network_name: str, loop: int, rounds: int) -> list[dict]:
         network = networks.NETWORKS[network_name]()
         cases = [(n, network, n) for n in (32, 64, 128, 256, 512, 1024)]
     else:
-        cases = [(w, networks.mlp(w), 128) for w in (100, 400, 1600, 6400)]
+        cases = [(w, networks.mlp(w), 128) for w in (100, 400, 1600)]
     found = []
     for value, network, n in cases:
         say(f"{kind} {value}")
