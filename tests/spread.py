@@ -99,8 +99,8 @@ def traffic(text: str) -> dict[str, list[int]]:
     return found
 
 
-def ours(**options):
-    optimizer = meka.adameka()
+def ours(optimizer=None, **options):
+    optimizer = optimizer or meka.adameka()
     return optimizer, meka.make_step(losses, optimizer, **options)
 
 
@@ -115,6 +115,13 @@ def adam():
     return optimizer, step
 
 
+def furthest(one, other) -> float:
+    """The largest difference between parameters."""
+    return max(
+        float(np.max(np.abs(np.asarray(one[k]) - np.asarray(other[k])))) for k in one
+    )
+
+
 def main() -> None:
     result: dict = {"size": sum(x.size for x in jax.tree.leaves(start()))}
     settings = {
@@ -124,22 +131,21 @@ def main() -> None:
             "probe": meka.lagged,
             "noise_every": 1,
         },
+        "auto": {"optimizer": meka.auto(2 * STEPS)},
     }
     for name, options in settings.items():
         expected, _ = train(*ours(**options))
         for kind in (False, True):
             label = f"{name}, {'spread' if kind else 'copied'} parameters"
             found, text = train(*ours(**options), where=shardings(kind))
-            difference = max(
-                float(np.max(np.abs(np.asarray(found[k]) - np.asarray(expected[k]))))
-                for k in expected
-            )
+            difference = furthest(found, expected)
             kept = all(
                 found[k].sharding.is_equivalent_to(shardings(kind)[k], found[k].ndim)
                 for k in found
             )
             result[label] = {
                 "difference": difference,
+                "moved": furthest(expected, start()),
                 "kept": kept,
                 "sent": traffic(text),
             }

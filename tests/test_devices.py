@@ -42,17 +42,16 @@ def eight() -> dict:
 @pytest.mark.parametrize("parameters", ["copied", "spread"])
 def test_eight_devices_take_the_steps_of_one(eight, parameters):
     """To rounding; a difference of gradients over a short step has few digits."""
-    default = eight[f"default, {parameters} parameters"]
-    assert default["difference"] < 1e-5
-    cheap = eight[f"difference, lagged, {parameters} parameters"]
-    assert cheap["difference"] < 1e-3
-    assert default["kept"]
-    assert cheap["kept"]
+    digits = {"default": 1e-5, "difference, lagged": 1e-3, "auto": 1e-3}
+    for name, share in digits.items():
+        found = eight[f"{name}, {parameters} parameters"]
+        assert found["difference"] < share * found["moved"]
+        assert found["kept"]
 
 
 def test_copied_parameters_are_never_gathered(eight):
     """What all devices sum is gradients and products, of each group where measured."""
-    for name in ("default", "difference, lagged"):
+    for name in ("default", "difference, lagged", "auto"):
         sent = eight[f"{name}, copied parameters"]["sent"]
         assert max(sent.get("all-gather", [0])) < 64
         assert "all-to-all" not in sent
