@@ -184,7 +184,8 @@ def observed(size: int, **options):
 
 
 def test_micro_batches_are_one_batch_at_the_memory_of_a_part():
-    whole, much = observed(1024, groups=8)
+    whole, _ = observed(1024, groups=8)
+    _, much = observed(1024, groups=2)
     parts, little = observed(1024, groups=8, micro_batches=8)
     _, small = observed(128, groups=2)
     for x, y in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
