@@ -78,12 +78,12 @@ def train(optimizer, step, where=None):
         params = jax.device_put(params, where)
         state = place(optimizer, state, where)
         put = lambda x: jax.device_put(x, on("x"))  # noqa: E731
-    step = jax.jit(step)
+    first = jax.tree.map(put, batch_of(0))
+    compiled = jax.jit(step).lower(params, state, first).compile()
     for number in range(STEPS):
-        params, state = step(params, state, jax.tree.map(put, batch_of(number)))[:2]
-    lowered = step.lower(params, state, jax.tree.map(put, batch_of(0)))
-    text = lowered.compile().as_text() or ""
-    return params, text
+        batch = jax.tree.map(put, batch_of(number))
+        params, state = compiled(params, state, batch)[:2]
+    return params, compiled.as_text() or ""
 
 
 def traffic(text: str) -> dict[str, list[int]]:
