@@ -49,8 +49,8 @@ TRANSPORTS = {
     "hessian_at_previous": (meka.hessian_at_previous, 9),
     "difference": (meka.difference, 6),
 }
-BATCHES = 16
 PROBES = {"current": (meka.current, 5), "lagged": (meka.lagged, 0)}
+BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def all_settings(network: networks.Network, batch_size: int) -> list[Setting]:
 
 
 def prepare(
-    setting: Setting, params: PyTree, batches: list[PyTree], loop: int
+    setting: Setting, params: PyTree, blocks: list[PyTree], loop: int
 ) -> tuple[timing.Contestant, int]:
     """Compile a setting; also the bytes that one of its steps holds at once."""
     carry = jax.tree.map(jnp.copy, setting.start(params))
@@ -168,10 +168,7 @@ def prepare(
     def several(carry: PyTree, block: PyTree) -> PyTree:
         return jax.lax.scan(lambda c, b: (setting.step(c, b), None), carry, block)[0]
 
-    call, blocks = setting.step, batches
-    if loop > 1:
-        parts = [batches[i : i + loop] for i in range(0, len(batches), loop)]
-        call, blocks = several, [jax.tree.map(_stack, *part) for part in parts]
+    call = setting.step if loop == 1 else several
     step = jax.jit(call, donate_argnums=0).lower(carry, blocks[0]).compile()
     contestant = timing.Contestant(
         setting.name,
@@ -180,12 +177,18 @@ def prepare(
         itertools.cycle(blocks),
         loop,
     )
-    beside = (loop - 1) * sum(x.nbytes for x in jax.tree.leaves(batches[0]))
-    return contestant, timing.peak_bytes(step) - beside
+    block = sum(x.nbytes for x in jax.tree.leaves(blocks[0]))
+    return contestant, timing.peak_bytes(step) - block * (loop - 1) // loop
 
 
-def _stack(*arrays: jax.Array) -> jax.Array:
-    return jnp.stack(arrays)
+def blocks_of(network: networks.Network, batch_size: int, loop: int) -> list[PyTree]:
+    """What the calls are given in turn: a batch, or one for each step of a loop."""
+    calls = max(1, BATCHES // loop)
+    batches = [network.batch(batch_size, seed) for seed in range(calls * loop)]
+    if loop == 1:
+        return batches
+    parts = [batches[k : k + loop] for k in range(0, len(batches), loop)]
+    return [jax.tree.map(lambda *x: jnp.stack(x), *part) for part in parts]
 
 
 def measure(
@@ -195,11 +198,10 @@ def measure(
     loop: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    params = network.init()
-    batches = [network.batch(batch_size, i) for i in range(BATCHES // loop * loop)]
+    params, blocks = network.init(), blocks_of(network, batch_size, loop)
     say(f"compiling {len(settings)} settings")
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        prepared = threads.map(lambda s: prepare(s, params, batches, loop), settings)
+        prepared = threads.map(lambda s: prepare(s, params, blocks, loop), settings)
         contestants, memory = zip(*prepared, strict=True)
     for setting, each in zip(settings, contestants, strict=True):
         for _ in range(0, setting.warm, loop):
@@ -273,7 +275,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "gpu"))
     parser.add_argument("--model", choices=networks.NETWORKS, default="mlp")
     parser.add_argument("--settings", choices=("main", "all"))
-    parser.add_argument("--only", nargs="+", help="these names alone; adam first")
+    parser.add_argument("--only", nargs="+", help="adam and these alone, by name")
     parser.add_argument("--grow", choices=("batch", "width"))
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=40)

@@ -37,7 +37,7 @@ Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
 # Noise that is measured now and then is measured on one of so many examples: the
 # scatter of two groups tells as much however large they are.
 _SAMPLE = 4
-# Up to here groups are written out one by one, which is fastest wherever it is tried.
+# Up to here groups are written out one by one.
 _UNROLLED_GROUPS = 4
 
 
