@@ -6,7 +6,7 @@ is differentiated, and the spread of the groups gives the variances (`meka.momen
 """
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,6 +23,17 @@ from meka.checks import (
     check_sample,
 )
 from meka.gaussian import Moments
+from meka.groups import (
+    Look,
+    Looks,
+    all_groups,
+    deal,
+    fill,
+    in_micro_batches,
+    one_in,
+    share,
+    summarise,
+)
 from meka.transport import (
     Loss,
     Transport,
@@ -37,8 +48,6 @@ Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
 # Noise that is measured now and then is measured on one of so many examples: the
 # scatter of two groups tells as much however large they are.
 _SAMPLE = 4
-# Up to here groups are written out one by one.
-_UNROLLED_GROUPS = 4
 
 
 class Path(NamedTuple):
@@ -128,16 +137,16 @@ def observe(
     where = (params, previous, handed)
     look = partial(_look, losses, transport, *where)
     parts = max(groups, micro_batches)
-    batch, weights = _fill(batch, mask, -count % parts)
-    deal = partial(_deal, parts=parts)
+    batch, weights = fill(batch, mask, -count % parts)
+    hand_out = partial(deal, parts=parts)
 
-    shares, fewer = deal(weights), 1
+    shares, fewer = hand_out(weights), 1
     if everything:
-        measured, hands = True, jax.tree.map(deal, batch)
+        measured, hands = True, jax.tree.map(hand_out, batch)
         if micro_batches == 1:
-            looks, values = _all_groups(look, hands, shares, diagonal)
+            looks, values = all_groups(look, hands, shares, diagonal)
         else:
-            looks, values = _micro_batches(
+            looks, values = in_micro_batches(
                 look, hands, shares, groups, micro_batches, diagonal
             )
         values = values.T.ravel()[:count]  # an index means the caller's example
@@ -163,29 +172,9 @@ def observe(
     return _on_fewer(seen, fewer)._replace(followed=follow)
 
 
-class _Looks(NamedTuple):
-    """The summaries of everything that is seen group by group."""
-
-    gradient: moments.Summary
-    change: moments.Summary
-    slope: moments.Summary
-    curvature: moments.Summary
-    length: Array
-
-
-class _Look(NamedTuple):
-    """One group's means."""
-
-    gradient: PyTree
-    change: PyTree
-    slope: Array
-    curvature: Array
-    length: Array  # of the displacement, the same for all groups
-
-
 def _look(
     losses, transport, params, previous, handed, batch, weights, total=None, part=None
-) -> tuple[_Look, Array]:
+) -> tuple[Look, Array]:
     """Differentiate the mean loss of one group, and look along the displacement.
 
     The change of the gradient is that of ``part``, examples and weights, if given.
@@ -220,23 +209,11 @@ def _look(
     length = jnp.sqrt(square)
     unit = jnp.where(length > 0, length, 1)
     slope, curvature = (along_change - along_gradient) / unit, along_change / unit
-    return _Look(gradient, change, slope, curvature / unit, length), values
+    return Look(gradient, change, slope, curvature / unit, length), values
 
 
 def _displacement(params: PyTree, previous: PyTree) -> PyTree:
     return tree.subtract(tree.widen(params), tree.widen(previous))
-
-
-def _summarise(
-    summary: Callable[..., moments.Summary], look: _Look, weight: Array, diagonal: bool
-) -> _Looks:
-    return _Looks(
-        summary(look.gradient, weight, diagonal=diagonal),
-        summary(look.change, weight, diagonal=diagonal),
-        summary(look.slope, weight, diagonal=False),
-        summary(look.curvature, weight, diagonal=False),
-        jnp.max(look.length),
-    )
 
 
 class _Scatters(NamedTuple):
@@ -255,9 +232,8 @@ def _scatters(look, sample: tuple[PyTree, Array], groups: int) -> _Scatters:
     """
     batch, weights = sample
     if groups > 2:
-        deal = partial(_deal, parts=groups)
-        hands = jax.tree.map(deal, (batch, weights))
-        looks, _ = _all_groups(look, *hands, diagonal=False)
+        hands = jax.tree.map(partial(deal, parts=groups), (batch, weights))
+        looks, _ = all_groups(look, *hands, diagonal=False)
         return _Scatters(*(summary.scatter for summary in looks[:-1]))
     first = jnp.arange(weights.shape[0]) % 2 == 0
     counts = (
@@ -268,9 +244,9 @@ def _scatters(look, sample: tuple[PyTree, Array], groups: int) -> _Scatters:
     apart, _ = look(batch, weights * jnp.where(first, shares[0], -shares[1]), total=1)
     square = tree.dots((apart.gradient, apart.gradient), (apart.change, apart.change))
     size = tree.size(apart.gradient)
-    share = counts[0] * counts[1] / jnp.maximum(counts[0] + counts[1], 1)
+    both = counts[0] * counts[1] / jnp.maximum(counts[0] + counts[1], 1)
     found = (square[0] / size, square[1] / size, apart.slope**2, apart.curvature**2)
-    return _Scatters(*(share.astype(x.dtype) * x for x in found))
+    return _Scatters(*(both.astype(x.dtype) * x for x in found))
 
 
 def _no_scatters(params: PyTree) -> _Scatters:
@@ -278,10 +254,10 @@ def _no_scatters(params: PyTree) -> _Scatters:
     return _Scatters(zero, zero, zero, zero)
 
 
-def _around(whole: _Look, weights: Array, scatters: _Scatters) -> _Looks:
+def _around(whole: Look, weights: Array, scatters: _Scatters) -> Looks:
     """The summaries of groups whose joint means and scatters are known."""
     counts = jnp.sum(weights, axis=1)
-    looks = _summarise(moments.one_group, whole, jnp.sum(counts), diagonal=False)
+    looks = summarise(moments.one_group, whole, jnp.sum(counts), diagonal=False)
     groups = jnp.sum(counts > 0)
 
     def filled(summary: moments.Summary, scatter: Array) -> moments.Summary:
@@ -296,114 +272,7 @@ def _around(whole: _Look, weights: Array, scatters: _Scatters) -> _Looks:
     )
 
 
-def _merge(a: _Looks, b: _Looks, diagonal: bool) -> _Looks:
-    gradient, change = moments.merge(
-        (a.gradient, b.gradient), (a.change, b.change), diagonal=diagonal
-    )
-    slope, curvature = moments.merge(
-        (a.slope, b.slope), (a.curvature, b.curvature), diagonal=False
-    )
-    length = jnp.maximum(a.length, b.length)
-    return _Looks(gradient, change, slope, curvature, length)
-
-
-def _all_groups(look, batch, weights, diagonal) -> tuple[_Looks, Array]:
-    """Every group of a batch dealt as (groups, n / groups, ...).
-
-    Many groups are mapped over on a GPU, which would wait for single ones, and taken
-    in turn on a CPU, which has no fast product of stacked matrices.
-    """
-
-    def one(own: PyTree, weight: Array) -> tuple[_Looks, Array]:
-        found, values = look(own, weight)
-        return _summarise(moments.one_group, found, jnp.sum(weight), diagonal), values
-
-    def unrolled(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
-        parts = [jax.tree.map(lambda x, j=j: x[j], batch) for j in range(len(weights))]
-        found, values = zip(*map(one, parts, weights), strict=True)
-        return reduce(partial(_merge, diagonal=diagonal), found), jnp.stack(values)
-
-    def in_turn(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
-        return _in_turn(one, (batch, weights), diagonal)
-
-    def at_once(batch: PyTree, weights: Array) -> tuple[_Looks, Array]:
-        looks, values = jax.vmap(look)(batch, weights)
-        counts = jnp.sum(weights, axis=1)
-        return _summarise(moments.stacked_groups, looks, counts, diagonal), values
-
-    if len(weights) <= _UNROLLED_GROUPS:
-        return unrolled(batch, weights)
-    return jax.lax.platform_dependent(batch, weights, cpu=in_turn, default=at_once)
-
-
-def _in_turn(look, data: tuple[PyTree, Array], diagonal: bool) -> tuple[_Looks, Array]:
-    """What ``look`` finds in each part of the data, merged as they come."""
-
-    def body(summary: _Looks, part) -> tuple[_Looks, Array]:
-        found, values = look(*part)
-        return _merge(summary, found, diagonal), values
-
-    shapes, _ = jax.eval_shape(look, *_first(data))
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(body, nothing, data)
-
-
-def _micro_batches(look, batch, weights, groups, micro_batches, diagonal):
-    """The same, one micro-batch at a time.
-
-    The cards are dealt into max(groups, micro_batches) parts, part j belonging to
-    group j mod groups and to micro-batch j mod micro_batches. So either a
-    micro-batch holds whole groups, or a group is made of whole micro-batches.
-    """
-    outer = min(groups, micro_batches)
-
-    def regroup(x: Array) -> Array:  # parts -> (outer, parts / outer, ...)
-        x = x.reshape(x.shape[0] // outer, outer, *x.shape[1:])
-        return jnp.swapaxes(x, 0, 1)
-
-    def whole_groups(batch, weights):
-        return _all_groups(look, batch, weights, diagonal)
-
-    def pieces_of_a_group(batch, weights):
-        """Average the pieces' means, by weight, into the group's mean."""
-
-        def piece(total, data):
-            own, weight = data
-            one, values = look(own, weight)
-            share = jnp.sum(weight)
-            grown = jax.tree.map(lambda t, x: t + share.astype(x.dtype) * x, total, one)
-            return grown, values
-
-        shapes, _ = jax.eval_shape(look, *_first((batch, weights)))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        total, values = jax.lax.scan(piece, zero, (batch, weights))
-        weight = jnp.sum(weights)
-        share = jnp.maximum(weight, 1)
-        mean = jax.tree.map(lambda t: t / share.astype(t.dtype), total)
-        return _summarise(moments.one_group, mean, weight, diagonal), values
-
-    inner = whole_groups if groups >= micro_batches else pieces_of_a_group
-    summary, values = _in_turn(inner, jax.tree.map(regroup, (batch, weights)), diagonal)
-    # Back to the order of the parts, as `regroup` found them.
-    values = jnp.swapaxes(values, 0, 1)
-    return summary, values.reshape(-1, values.shape[-1])
-
-
-def share(sample: int, count: int, mask: Array | None) -> int:
-    """So many examples one stands for: all do where some could not, or are padding."""
-    return sample if mask is None and count % sample == 0 else 1
-
-
-def one_in(batch: PyTree, one_of: int) -> PyTree:
-    """Every so many-th example; strided, so that all devices of a mesh hold some."""
-    return jax.tree.map(lambda x: _deal(x, one_of)[0], batch)
-
-
-def _first(stacked: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], stacked)
-
-
-def _observation(looks: _Looks, values, weights, held, measured) -> Observation:
+def _observation(looks: Looks, values, weights, held, measured) -> Observation:
     sane = jnp.isfinite(values) | (weights == 0)
     value = moments.stacked_groups(values, weights, diagonal=False)
     return Observation(
@@ -436,27 +305,3 @@ def _on_fewer(seen: Observation, fewer: int) -> Observation:
     )
     change = Moments(change.mean, fewer * change.variance)
     return seen._replace(change=change, path=path)
-
-
-def _fill(batch: PyTree, mask: Array | None, padding: int) -> tuple[PyTree, Array]:
-    """Whole groups with weights: padding rows become copies of a real example.
-
-    So whatever the padding holds (NaN, labels out of range) cannot reach a
-    derivative, where a weight of zero would not stop it.
-    """
-    count = jax.tree.leaves(batch)[0].shape[0]
-    weights = jnp.ones(count, jnp.float32)
-    if mask is not None:
-        real = mask.astype(bool)
-        weights = real.astype(jnp.float32)
-        source = jnp.where(real, jnp.arange(count), jnp.argmax(real))
-        batch = jax.tree.map(lambda x: x[source], batch)
-    if padding:
-        batch = jax.tree.map(lambda x: jnp.concatenate([x, x[:padding]]), batch)
-        weights = jnp.concatenate([weights, jnp.zeros(padding, jnp.float32)])
-    return batch, weights
-
-
-def _deal(x: Array, parts: int) -> Array:
-    """(n, ...) to (parts, n / parts, ...), example i to part i mod parts."""
-    return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from meka import moments, tree
 from meka.checks import check_batch, check_losses, check_sample
 from meka.gaussian import Moments
-from meka.observation import Losses, Observation, one_in, share
+from meka.groups import one_in, share
+from meka.observation import Losses, Observation
 from meka.tree import Array, PyTree
 
 Curve: TypeAlias = Callable[[PyTree], tuple[Moments, Moments]]
