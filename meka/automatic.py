@@ -9,7 +9,7 @@ import optax
 
 from meka import distance, tree
 from meka.gaussian import Gaussian, Moments
-from meka.improvement import probability_of_improvement
+from meka.improvement import constant
 from meka.observation import Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
 from meka.probe import Probe, Scene, lagged
@@ -65,7 +65,7 @@ def auto(total_steps: int | None = None) -> Automatic:
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
     inner = scale_by_meka(
-        probability_of_improvement,
+        constant(0.0),  # it is asked what it sees, not how far to go
         value_decay=_VALUE_DECAY,
         noise_decay=_NOISE_DECAY,
         lasting=True,

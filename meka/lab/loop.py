@@ -154,11 +154,10 @@ class Loop:
         if self._scan:
             padded = np.zeros((CHUNK, *indices.shape[1:]), np.int32)
             padded[:length] = indices
-            carry, logs, taken = self._run_chunk(
+            carry, sheets, taken = self._run_chunk(
                 carry, self._data, padded, start, length, self._keys
             )
-            taken = int(taken)
-            return carry, jax.tree.map(lambda x: np.array(x)[:taken], logs)
+            return carry, self._sheets.read(sheets, int(taken))
         logs = []
         for k in range(length):
             carry, info = self._run_step(
@@ -280,15 +279,15 @@ class Loop:
             return (k < length) & sound
 
         def body(now: tuple) -> tuple:
-            carry, logs, k, _ = now
+            carry, sheets, k, _ = now
             carry, info = take(k, carry)
-            logs = jax.tree.map(lambda log, x: log.at[k].set(x), logs, info)
-            return carry, logs, k + 1, ~jnp.any(_unexplained(info))
+            sheets = self._sheets.write(sheets, k, info)
+            return carry, sheets, k + 1, ~jnp.any(_unexplained(info))
 
         zero = jnp.int32(0)
         _, shapes = jax.eval_shape(take, zero, carry)
-        logs = jax.tree.map(lambda s: jnp.zeros((CHUNK, *s.shape), s.dtype), shapes)
-        now = (carry, logs, zero, jnp.ones((), bool))
+        self._sheets = _Sheets(shapes)
+        now = (carry, self._sheets.blank(), zero, jnp.ones((), bool))
         return jax.lax.while_loop(goes_on, body, now)[:3]
 
     def _indices(self, start: int, length: int) -> np.ndarray:
@@ -305,6 +304,41 @@ class Loop:
                 order = _shuffle(seed, epoch, self._rows)
                 indices[k, j] = order[first : first + self.batch_size]
         return indices
+
+
+class _Sheets:
+    """Logs of a chunk of steps, one array for all scalars of a dtype.
+
+    A step then writes a row or two, and not an element of each of forty arrays.
+    """
+
+    def __init__(self, shapes: dict[str, Any]):
+        self._seeds = next(iter(shapes.values())).shape
+        self._order = list(shapes)
+        self._columns: dict[Any, list[str]] = {}
+        for name, shape in shapes.items():
+            self._columns.setdefault(shape.dtype, []).append(name)
+
+    def blank(self) -> list[jax.Array]:
+        return [
+            jnp.zeros((CHUNK, len(names), *self._seeds), dtype)
+            for dtype, names in self._columns.items()
+        ]
+
+    def write(self, sheets: list[jax.Array], row: jax.Array, logs: dict) -> list:
+        rows = [jnp.stack([logs[n] for n in names]) for names in self._columns.values()]
+        return [sheet.at[row].set(x) for sheet, x in zip(sheets, rows, strict=True)]
+
+    def read(self, sheets: list[jax.Array], rows: int) -> dict[str, np.ndarray]:
+        """What was logged in the first so many rows, by name."""
+        found = {
+            name: column
+            for sheet, names in zip(sheets, self._columns.values(), strict=True)
+            for name, column in zip(
+                names, np.moveaxis(np.array(sheet)[:rows], 1, 0), strict=True
+            )
+        }
+        return {name: found[name] for name in self._order}
 
 
 class _Evaluator:
