@@ -23,8 +23,12 @@ _NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
-# In the second half of the run, not all along: D grows against a length that falls.
-_DECAY = 0.5
+# Then steps are short for a tenth of the run. Parameters that jitter are pulled back
+# towards where they were, which looks like having gone too far and holds D down; what
+# D is without that it shows then. The length comes back slowly, since networks with
+# attention do not bear a sudden one, and falls in the second half of the run.
+_QUIET = 1 / 3
+_HUSH, _AGAIN, _DECAY = (0.1, 0.12), (0.2, 0.3), (0.5, 1.0)
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -54,10 +58,10 @@ def auto(total_steps: int | None = None) -> Automatic:
     It starts from steps of next to nothing and takes about a hundred to find their
     length: a run of twenty steps gets nowhere.
 
-    With ``total_steps`` the length falls linearly to zero over the second half of the
-    run, which is the better choice where its length is known. Without, the length
-    stays and an average of the iterates is kept, one more buffer: evaluate `averaged`
-    then.
+    With ``total_steps``, which is the better choice where the length of the run is
+    known, steps are shorter for a while early in the run, when their length shows best,
+    and fall linearly to zero over its second half. Without, their length stays and an
+    average of the iterates is kept, one more buffer: evaluate `averaged` then.
 
     ``info.step_size`` is the length of the step over that of the filtered gradient;
     ``optax.tree.get(state, "distance")`` is the scale itself.
@@ -113,7 +117,7 @@ def auto(total_steps: int | None = None) -> Automatic:
         assert params is not None
         rate = jnp.ones(())
         if total_steps:
-            rate = jnp.clip((1 - state.scale.count / total_steps) / _DECAY, 0, 1)
+            rate = _rate(state.scale.count / total_steps)
         steps, scale = distance.advance(
             state.scale,
             params,
@@ -134,6 +138,16 @@ def auto(total_steps: int | None = None) -> Automatic:
         return steps, tree.select(accepted, new, state._replace(filter=seen))
 
     return Automatic(init, update)
+
+
+def _rate(done: Array) -> Array:
+    """The length of a step over D, by the share of the run that is done."""
+
+    def share(begin: float, end: float) -> Array:
+        return jnp.clip((done - begin) / (end - begin), 0, 1)
+
+    quiet = share(*_HUSH) - share(*_AGAIN)
+    return (1 - (1 - _QUIET) * quiet) * (1 - share(*_DECAY))
 
 
 def _glance(state: State, observation: Observation) -> State:
