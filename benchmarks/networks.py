@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from meka.lab import models
 from meka.lab.transformer import next_token_losses, transformer
@@ -27,6 +28,16 @@ class Network:
     losses: Callable[[PyTree, PyTree], jax.Array]
     batch: Callable[[int, int], PyTree]
     convolutions: bool = False
+
+
+def flat(network: Network) -> Network:
+    """The same network with all its parameters in one array."""
+    params, unravel = ravel_pytree(network.init())
+
+    def losses(params: PyTree, batch: PyTree) -> jax.Array:
+        return network.losses(unravel(params), batch)
+
+    return replace(network, init=lambda: params, losses=losses)
 
 
 def classifier(name: str, make: Callable[[jax.Array], Any], shape, convolutions):

@@ -3,6 +3,7 @@
     python -m benchmarks.step_cost                          # the MLP, every setting
     python -m benchmarks.step_cost --model resnet32         # the main settings
     python -m benchmarks.step_cost --model cnn --settings all --json FILE
+    python -m benchmarks.step_cost --model resnet32 --flat  # parameters in one array
     python -m benchmarks.step_cost --grow batch             # 32 ... 1024 examples
     python -m benchmarks.step_cost --grow width             # wider and wider MLPs
 
@@ -280,6 +281,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--loop", type=int, help="steps in one compiled call")
+    parser.add_argument(
+        "--flat", action="store_true", help="all parameters in one array"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args()
 
@@ -296,6 +300,7 @@ def main() -> None:
         rows = growth(given.grow, given.model, loop, given.rounds)
     else:
         network = networks.NETWORKS[given.model]()
+        network = networks.flat(network) if given.flat else network
         size = given.batch_size or network.batch_size
         every = given.settings or ("all" if given.model == "mlp" else "main")
         settings = (
@@ -315,6 +320,7 @@ def main() -> None:
     if given.json:
         about = {"jax": jax.__version__, "device": device, "backend": backend}
         about |= {"model": given.model, "loop": loop, "rounds": given.rounds}
+        about |= {"flat": given.flat}
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump({**about, "rows": rows}, file, indent=1)
 
