@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -11,7 +10,7 @@ from meka.checks import check_wrappers
 from meka.observation import Losses, observe
 from meka.probe import ProbeFunction, current, curve
 from meka.state import Info, find_state, replace_info
-from meka.transport import Transport, difference, hessian_at_current
+from meka.transport import Transport, hessian_at_current
 from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
@@ -85,61 +84,39 @@ def make_step(
             )
         number = own.count if number is None else number
         measure = every == 1 or (number < every) | (number % every == 0)
-        follow = not own.lasting or own.lasting.follow | measure
-        some = 1 if own.lasting else sample
-
-        def take(
-            measure: Array | bool, follow: Array | bool
-        ) -> tuple[PyTree, PyTree, Info]:
-            observation = observe(
-                losses,
-                params,
-                own.previous_params,
-                batch,
-                groups=groups,
-                transport=move,
-                diagonal=diagonal,
-                mask=mask,
-                micro_batches=micro_batches,
-                measure=measure,
-                follow=follow,
-                sample=some,
-            )
-            along = curve(
-                losses,
-                params,
-                batch,
-                mask=mask,
-                micro_batches=micro_batches,
-                sample=some if every > 1 and micro_batches == 1 else 1,
-            )
-            updates, new_state = optimizer.update(
-                tree.cast_like(observation.gradient.mean, params),
-                state,
-                params,
-                value=observation.value.mean,
-                observation=observation,
-                probe=lambda scene: look(scene, along),
-            )
-            return _keep_sound(params, state, updates, new_state)
-
-        whole = isinstance(follow, bool) or measure is True or micro_batches > 1
-        if whole or move is not difference or not _chooses_once():
-            return take(measure, follow)
-        return jax.lax.cond(
-            follow, lambda: take(measure, True), lambda: take(False, False)
+        observation = observe(
+            losses,
+            params,
+            own.previous_params,
+            batch,
+            groups=groups,
+            transport=move,
+            diagonal=diagonal,
+            mask=mask,
+            micro_batches=micro_batches,
+            measure=measure,
+            follow=not own.lasting or own.lasting.follow | measure,
+            sample=sample,
         )
+        along = curve(
+            losses,
+            params,
+            batch,
+            mask=mask,
+            micro_batches=micro_batches,
+            sample=sample if every > 1 and micro_batches == 1 else 1,
+        )
+        updates, new_state = optimizer.update(
+            tree.cast_like(observation.gradient.mean, params),
+            state,
+            params,
+            value=observation.value.mean,
+            observation=observation,
+            probe=lambda scene: look(scene, along),
+        )
+        return _keep_sound(params, state, updates, new_state)
 
     return step
-
-
-def _chooses_once() -> bool:
-    """Whether one of two steps is better chosen as a whole than part by part.
-
-    On a GPU, where what contains a choice is launched kernel by kernel and the host
-    waits for each. On a CPU what is chosen runs on one thread.
-    """
-    return jax.default_backend() != "cpu"
 
 
 def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:

@@ -11,7 +11,7 @@ import pytest
 from optax import contrib
 
 import meka
-from meka import automatic, distance, lasting, training
+from meka import automatic, distance, lasting
 from meka.lab import problems
 
 SIZE, BATCH = 6, 16
@@ -362,17 +362,6 @@ def test_short_steps_show_the_distance_that_jitter_hides(monkeypatch):
     found = distance_found()
     monkeypatch.setattr(automatic, "_QUIET", 1.0)
     assert 1.5 * distance_found() < found < float(jnp.max(jnp.abs(solution)))
-
-
-def test_choosing_a_step_as_a_whole_changes_nothing(monkeypatch):
-    """As on a GPU, beside the choices in parts of a step that are made on a CPU."""
-    _, (path, info) = run(meka.auto(200), 200)
-    monkeypatch.setattr(training, "_chooses_once", lambda: True)
-    _, (other, told) = run(meka.auto(200), 200)
-    looked = np.asarray(info.gain) < 1
-    assert 16 < np.sum(looked) < 200  # both kinds of steps were taken
-    np.testing.assert_array_equal(looked, np.asarray(told.gain) < 1)
-    np.testing.assert_allclose(other, path, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_has_to_have_a_length():
