@@ -104,6 +104,17 @@ def ours(optimizer=None, **options):
     return optimizer, meka.make_step(losses, optimizer, **options)
 
 
+def under_way():
+    """`auto` with a length found: from nothing, a few steps lead nowhere."""
+    optimizer = meka.auto(20 * STEPS)
+
+    def init(params):
+        state = optimizer.init(params)
+        return state._replace(scale=state.scale._replace(distance=jnp.asarray(1e-2)))
+
+    return type(optimizer)(init, optimizer.update)
+
+
 def adam():
     optimizer = optax.adam(1e-3)
 
@@ -131,7 +142,7 @@ def main() -> None:
             "probe": meka.lagged,
             "noise_every": 1,
         },
-        "auto": {"optimizer": meka.auto(2 * STEPS)},
+        "auto": {"optimizer": under_way()},
     }
     for name, options in settings.items():
         expected, _ = train(*ours(**options))

@@ -307,22 +307,21 @@ class Loop:
 
 
 class _Sheets:
-    """Logs of a chunk of steps, one array for all scalars of a dtype.
+    """Logs of a chunk of steps, one array for all of a shape and dtype.
 
     A step then writes a row or two, and not an element of each of forty arrays.
     """
 
     def __init__(self, shapes: dict[str, Any]):
-        self._seeds = next(iter(shapes.values())).shape
         self._order = list(shapes)
         self._columns: dict[Any, list[str]] = {}
-        for name, shape in shapes.items():
-            self._columns.setdefault(shape.dtype, []).append(name)
+        for name, each in shapes.items():
+            self._columns.setdefault((each.shape, each.dtype), []).append(name)
 
     def blank(self) -> list[jax.Array]:
         return [
-            jnp.zeros((CHUNK, len(names), *self._seeds), dtype)
-            for dtype, names in self._columns.items()
+            jnp.zeros((CHUNK, len(names), *shape), dtype)
+            for (shape, dtype), names in self._columns.items()
         ]
 
     def write(self, sheets: list[jax.Array], row: jax.Array, logs: dict) -> list:
