@@ -6,6 +6,7 @@ Prints a line of JSON: the largest differences, and what each compiled step send
 import functools
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def under_way():
     optimizer = meka.auto(20 * STEPS)
 
     def init(params):
-        state = optimizer.init(params)
+        state: Any = optimizer.init(params)
         return state._replace(scale=state.scale._replace(distance=jnp.asarray(1e-2)))
 
     return type(optimizer)(init, optimizer.update)
