@@ -290,6 +290,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
+    if given.grow and given.flat:
+        raise SystemExit("--flat goes with --model, not with --grow")
     if given.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(given.device, "cpu"))
     backend = jax.default_backend()

@@ -157,7 +157,7 @@ class Loop:
             carry, sheets, taken = self._run_chunk(
                 carry, self._data, padded, start, length, self._keys
             )
-            return carry, self._sheets.read(sheets, int(taken))
+            return carry, _columns(sheets, int(taken))
         logs = []
         for k in range(length):
             carry, info = self._run_step(
@@ -281,13 +281,14 @@ class Loop:
         def body(now: tuple) -> tuple:
             carry, sheets, k, _ = now
             carry, info = take(k, carry)
-            sheets = self._sheets.write(sheets, k, info)
+            row = _sheets(info)
+            sheets = jax.tree.map(lambda sheet, x: sheet.at[k].set(x), sheets, row)
             return carry, sheets, k + 1, ~jnp.any(_unexplained(info))
 
         zero = jnp.int32(0)
-        _, shapes = jax.eval_shape(take, zero, carry)
-        self._sheets = _Sheets(shapes)
-        now = (carry, self._sheets.blank(), zero, jnp.ones((), bool))
+        shapes = jax.eval_shape(lambda now: _sheets(take(zero, now)[1]), carry)
+        sheets = jax.tree.map(lambda s: jnp.zeros((CHUNK, *s.shape), s.dtype), shapes)
+        now = (carry, sheets, zero, jnp.ones((), bool))
         return jax.lax.while_loop(goes_on, body, now)[:3]
 
     def _indices(self, start: int, length: int) -> np.ndarray:
@@ -306,38 +307,31 @@ class Loop:
         return indices
 
 
-class _Sheets:
-    """Logs of a chunk of steps, one array for all of a shape and dtype.
+def _sheets(logs: dict[str, jax.Array]) -> dict[tuple[str, ...], jax.Array]:
+    """One array for all logs of a shape and dtype, under their names.
 
     A step then writes a row or two, and not an element of each of forty arrays.
     """
+    alike: dict[Any, list[str]] = {}
+    for name, x in logs.items():
+        alike.setdefault((x.shape, x.dtype), []).append(name)
+    return {
+        tuple(names): jnp.stack([logs[n] for n in names]) for names in alike.values()
+    }
 
-    def __init__(self, shapes: dict[str, Any]):
-        self._order = list(shapes)
-        self._columns: dict[Any, list[str]] = {}
-        for name, each in shapes.items():
-            self._columns.setdefault((each.shape, each.dtype), []).append(name)
 
-    def blank(self) -> list[jax.Array]:
-        return [
-            jnp.zeros((CHUNK, len(names), *shape), dtype)
-            for (shape, dtype), names in self._columns.items()
-        ]
-
-    def write(self, sheets: list[jax.Array], row: jax.Array, logs: dict) -> list:
-        rows = [jnp.stack([logs[n] for n in names]) for names in self._columns.values()]
-        return [sheet.at[row].set(x) for sheet, x in zip(sheets, rows, strict=True)]
-
-    def read(self, sheets: list[jax.Array], rows: int) -> dict[str, np.ndarray]:
-        """What was logged in the first so many rows, by name."""
-        found = {
-            name: column
-            for sheet, names in zip(sheets, self._columns.values(), strict=True)
-            for name, column in zip(
-                names, np.moveaxis(np.array(sheet)[:rows], 1, 0), strict=True
-            )
-        }
-        return {name: found[name] for name in self._order}
+def _columns(
+    sheets: dict[tuple[str, ...], jax.Array], rows: int
+) -> dict[str, np.ndarray]:
+    """The first so many rows of the sheets, by name."""
+    found = {
+        name: column
+        for names, sheet in sheets.items()
+        for name, column in zip(
+            names, np.moveaxis(np.array(sheet)[:rows], 1, 0), strict=True
+        )
+    }
+    return dict(sorted(found.items()))
 
 
 class _Evaluator:
