@@ -10,8 +10,9 @@
 All settings take turns (meka/lab/timing.py); a ratio is the median over rounds of
 the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
 call holds at once: arguments, results and work space. On a GPU a call is a compiled
-loop of steps, as in training, so that the host's dispatch is not measured. Every step
-sees another batch: what `auto` computes depends on the noise between them.
+loop of 16 steps (`meka.make_loop`, a scan for the others), so that the host's dispatch
+is not measured. Every step sees another batch: what `auto` computes depends on the
+noise between them.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
 Hessian-vector product 9, two gradients 6, the current probe 5 more; on a quarter of the
@@ -58,14 +59,26 @@ BATCHES = 16
 class Setting:
     """A step to time: the carry it starts from, and what it does to it.
 
-    ``warm`` is the number of steps before the first that is timed.
+    ``several`` takes a step for each of many batches, one after another unless it is
+    said how; ``warm`` is the number of steps before the first that is timed.
     """
 
     name: str
     products: int
     start: Callable[[PyTree], PyTree]
     step: Callable[[PyTree, PyTree], PyTree]
+    several: Callable[[PyTree, PyTree], PyTree] | None = None
     warm: int = 0
+
+    def call(self, loop: int) -> Callable[[PyTree, PyTree], PyTree]:
+        if loop == 1:
+            return self.step
+        step = self.step
+        return self.several or (
+            lambda carry, block: jax.lax.scan(
+                lambda c, b: (step(c, b), None), carry, block
+            )[0]
+        )
 
 
 def plain(network: networks.Network, name: str, optimizer) -> Setting:
@@ -98,7 +111,13 @@ def ours(network, name, products, optimizer, **options) -> Setting:
         params, state, _ = take(*carry, batch)
         return params, state
 
-    return Setting(name, products, lambda p: (p, optimizer.init(p)), step)
+    loop = meka.make_loop(network.losses, optimizer, **options)
+
+    def several(carry, block):
+        params, state, _ = loop(*carry, block)
+        return params, state
+
+    return Setting(name, products, lambda p: (p, optimizer.init(p)), step, several)
 
 
 def automatic(network: networks.Network) -> Setting:
@@ -165,12 +184,9 @@ def prepare(
 ) -> tuple[timing.Contestant, int]:
     """Compile a setting; also the bytes that one of its steps holds at once."""
     carry = jax.tree.map(jnp.copy, setting.start(params))
-
-    def several(carry: PyTree, block: PyTree) -> PyTree:
-        return jax.lax.scan(lambda c, b: (setting.step(c, b), None), carry, block)[0]
-
-    call = setting.step if loop == 1 else several
-    step = jax.jit(call, donate_argnums=0).lower(carry, blocks[0]).compile()
+    step = (
+        jax.jit(setting.call(loop), donate_argnums=0).lower(carry, blocks[0]).compile()
+    )
     contestant = timing.Contestant(
         setting.name,
         lambda carry, turns: step(carry, next(turns)),
@@ -295,7 +311,7 @@ def main() -> None:
     if given.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(given.device, "cpu"))
     backend = jax.default_backend()
-    loop = given.loop or (1 if backend == "cpu" else 8)
+    loop = given.loop or (1 if backend == "cpu" else 16)
     device = jax.devices()[0].device_kind
     print(f"jax {jax.__version__}, {device}, python {platform.python_version()}")
     if given.grow:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         scaled,
         switch,
     )
+    from meka.looping import make_loop
     from meka.observation import (
         Observation,
         observe,
@@ -63,6 +64,7 @@ __all__ = [
     "hessian_at_current",
     "hessian_at_previous",
     "lagged",
+    "make_loop",
     "make_step",
     "meka",
     "observe",
@@ -83,6 +85,7 @@ _MODULES = (
     "direction",
     "gaussian",
     "improvement",
+    "looping",
     "observation",
     "optimizer",
     "probe",

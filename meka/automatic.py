@@ -102,13 +102,16 @@ def auto(total_steps: int | None = None) -> Automatic:
         if observation is None or params is None or observation.followed is True:
             seen = watched()
         else:
-            # Only what the branches do not share comes out of the choice.
             known = observation
-            seen = jax.lax.cond(
-                known.followed,
-                lambda: watched()._replace(previous_params=()),
-                lambda: _glance(state.filter, known)._replace(previous_params=()),
-            )
+            if known.followed is False:
+                seen = _glance(state.filter, known)
+            else:
+                # Only what the branches do not share comes out of the choice.
+                seen = jax.lax.cond(
+                    known.followed,
+                    lambda: watched()._replace(previous_params=()),
+                    lambda: _glance(state.filter, known)._replace(previous_params=()),
+                )
             before = tree.select(
                 seen.info.accepted, params, state.filter.previous_params
             )

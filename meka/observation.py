@@ -155,11 +155,13 @@ def observe(
         # Only scalars come out of the choice: gradients would be copied. It is made
         # first, while nothing else of the parameters' size is needed.
         some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
-        scatters = jax.lax.cond(
-            measure,
-            lambda: _scatters(look, one_in((batch, weights), some), groups),
-            lambda: _no_scatters(params),
-        )
+        scatters = _no_scatters(params)
+        if measure is not False:
+            scatters = jax.lax.cond(
+                measure,
+                lambda: _scatters(look, one_in((batch, weights), some), groups),
+                lambda: _no_scatters(params),
+            )
         given = jax.tree.map(lambda x: x[:count], (batch, weights))
         if follow is not True:
             look = partial(_look, losses, partial(difference_where, follow), *where)

@@ -1,6 +1,7 @@
 """`make_step`: the few lines most users write."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import optax
@@ -59,54 +60,97 @@ def make_step(
     in the state by default; who maps the step over seeds passes it unmapped, since a
     mapped choice computes both alternatives.
     """
-    move: Transport = transport or getattr(optimizer, "transport", hessian_at_current)
-    look: ProbeFunction = probe or getattr(optimizer, "probe", current)
-    usual: int = getattr(optimizer, "noise_every", _NOISE_EVERY)
-    optimizer = optax.with_extra_args_support(optimizer)
-    if noise_every is not None and noise_every < 1:
-        raise ValueError(f"noise_every={noise_every}: must be at least 1")
+    options = groups, transport, probe, micro_batches, noise_every, sample
+    return Stepper(losses, optimizer, *options).step
+
+
+@dataclass(frozen=True, eq=False)
+class Stepper:
+    """What `make_step` was told, and what it does."""
+
+    losses: Losses
+    optimizer: optax.GradientTransformationExtraArgs
+    groups: int
+    transport: Transport | None
+    probe: ProbeFunction | None
+    micro_batches: int
+    noise_every: int | None
+    sample: int
+
+    def __post_init__(self) -> None:
+        if self.noise_every is not None and self.noise_every < 1:
+            raise ValueError(f"noise_every={self.noise_every}: must be at least 1")
 
     def step(
+        self,
         params: PyTree,
         state: PyTree,
         batch: PyTree,
         mask: Array | None = None,
         number: Array | None = None,
     ) -> tuple[PyTree, PyTree, Info]:
+        """One step that chooses what to measure."""
+        every, own = self.every(params, state), find_state(state)
+        number = own.count if number is None else number
+        measure = every == 1 or (number < every) | (number % every == 0)
+        follow = not own.lasting or own.lasting.follow | measure
+        return self.take(params, state, batch, mask, measure, follow)
+
+    def every(self, params: PyTree, state: PyTree) -> int:
+        """At one of how many steps noise is measured."""
         check_wrappers(state)
-        own = find_state(state)
-        diagonal = tree.same_structure(own.gradient.variance, params)
-        every = noise_every or (1 if diagonal else usual)
+        diagonal = _is_diagonal(params, state)
+        usual = getattr(self.optimizer, "noise_every", _NOISE_EVERY)
+        every = self.noise_every or (1 if diagonal else usual)
         if diagonal and every > 1:
             raise ValueError(
                 f"noise_every={every}: variances per coordinate have to be measured at "
                 "every step, noise_every=1"
             )
-        number = own.count if number is None else number
-        measure = every == 1 or (number < every) | (number % every == 0)
+        return every
+
+    def take(
+        self,
+        params: PyTree,
+        state: PyTree,
+        batch: PyTree,
+        mask: Array | None,
+        measure: Array | bool,
+        follow: Array | bool,
+    ) -> tuple[PyTree, PyTree, Info]:
+        """One step that is told what to measure: noise, the change of the gradient.
+
+        There is nothing to choose at run time where it is told by ``True`` or
+        ``False``, and not by an array.
+        """
+        own = find_state(state)
+        optimizer = self.optimizer
+        move = self.transport or getattr(optimizer, "transport", hessian_at_current)
+        look = self.probe or getattr(optimizer, "probe", current)
+        fewer = self.every(params, state) > 1 and self.micro_batches == 1
         observation = observe(
-            losses,
+            self.losses,
             params,
             own.previous_params,
             batch,
-            groups=groups,
+            groups=self.groups,
             transport=move,
-            diagonal=diagonal,
+            diagonal=_is_diagonal(params, state),
             mask=mask,
-            micro_batches=micro_batches,
+            micro_batches=self.micro_batches,
             measure=measure,
-            follow=not own.lasting or own.lasting.follow | measure,
-            sample=sample,
+            follow=follow,
+            sample=1 if own.lasting else self.sample,
         )
         along = curve(
-            losses,
+            self.losses,
             params,
             batch,
             mask=mask,
-            micro_batches=micro_batches,
-            sample=sample if every > 1 and micro_batches == 1 else 1,
+            micro_batches=self.micro_batches,
+            sample=self.sample if fewer else 1,
         )
-        updates, new_state = optimizer.update(
+        updates, new_state = optax.with_extra_args_support(optimizer).update(
             tree.cast_like(observation.gradient.mean, params),
             state,
             params,
@@ -116,7 +160,9 @@ def make_step(
         )
         return _keep_sound(params, state, updates, new_state)
 
-    return step
+
+def _is_diagonal(params: PyTree, state: PyTree) -> bool:
+    return tree.same_structure(find_state(state).gradient.variance, params)
 
 
 def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:

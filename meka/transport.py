@@ -61,4 +61,6 @@ def difference_where(
         return tree.subtract(tree.widen(gradient), tree.widen(before))
 
     nothing = jax.tree.map(jnp.zeros_like, tree.widen(gradient))
+    if follow is False:
+        return values, gradient, nothing
     return values, gradient, jax.lax.cond(follow, change, lambda: nothing)

@@ -1,0 +1,167 @@
+"""Many steps in one call, in turn and in blocks that have nothing to choose."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meka
+from meka.automatic import AutoState
+from meka.lab.timing import peak_bytes
+from meka.looping import in_blocks, in_turn
+from meka.training import Stepper
+
+COUNT, WIDTH = 32, 5
+SETTINGS = {
+    "auto": (meka.auto(200), {}),
+    "PI on a sample": (meka.meka(), {"sample": 4}),
+    "difference": (
+        meka.adameka(),
+        {"transport": meka.difference, "probe": meka.lagged, "noise_every": 3},
+    ),
+}
+
+
+def losses(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["in"])
+    return jnp.square(hidden @ params["out"] - batch["y"])
+
+
+def start(optimizer) -> tuple[Any, Any]:
+    """Parameters and state; `auto` has found a length, at which it looks at the change
+    of the gradient in its last steps here, and not before."""
+    rng = np.random.default_rng(1)
+    shapes = {"in": (WIDTH, 7), "out": (7,)}
+    params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+    state = optimizer.init(params)
+    if isinstance(state, AutoState):
+        scale = state.scale._replace(distance=jnp.asarray(0.3))
+        state = state._replace(scale=scale)
+    return params, state
+
+
+def stream(steps: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(steps, COUNT, WIDTH))
+    y = np.sin(x.sum(-1)) + 0.3 * rng.normal(size=(steps, COUNT))
+    return {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+
+
+def stepper(optimizer, **options) -> Stepper:
+    usual = {"groups": 2, "transport": None, "probe": None, "micro_batches": 1}
+    usual |= {"noise_every": None, "sample": 1}
+    return Stepper(losses, optimizer, **(usual | options))
+
+
+def assert_same(a, b) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
+
+
+def test_a_loop_takes_the_steps_of_make_step(x64):
+    optimizer, options = SETTINGS["difference"]
+    params, state = start(optimizer)
+    step = jax.jit(meka.make_step(losses, optimizer, **options))
+    batches, told = stream(20), []
+    looped = jax.jit(meka.make_loop(losses, optimizer, **options))(
+        params, state, batches
+    )
+    for k in range(20):
+        batch = jax.tree.map(lambda x, k=k: x[k], batches)
+        params, state, info = step(params, state, batch)
+        told.append(info)
+    infos = jax.tree.map(lambda *x: jnp.stack(x), *told)
+    assert_same((params, state, infos), looped)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blocks_are_the_same_steps(x64, name):
+    """A beginning, whole blocks and a rest; every batch padded, the last not finite."""
+    optimizer, options = SETTINGS[name]
+    masks = jnp.arange(COUNT) < jnp.arange(43)[:, None] % 3 + COUNT - 3
+    batches = stream(43)
+    batches["y"] = batches["y"].at[-1, 2].set(jnp.nan)
+    own, data = stepper(optimizer, **options), (batches, masks)
+    if name == "PI on a sample":  # a sample is taken of batches without padding alone
+        data = batches, None
+    carry = start(optimizer)
+    turns = jax.jit(partial(in_turn, own))(carry, data)
+    blocks = jax.jit(partial(in_blocks, own))(carry, data)
+    refused = turns[2].rejected
+    assert list(refused[-2:]) == [0, 1]
+    assert_same(turns, blocks)
+
+
+def test_auto_does_and_does_not_look_at_the_change(x64):
+    """Without which the test of the blocks would say little about `auto`."""
+    optimizer = SETTINGS["auto"][0]
+    step = jax.jit(meka.make_step(losses, optimizer))
+    (params, state), followed = start(optimizer), []
+    for k in range(40):
+        batch = jax.tree.map(lambda x, k=k: x[k], stream(40))
+        params, state, _ = step(params, state, batch)
+        lasting: Any = meka.find_state(state).lasting
+        followed.append(bool(lasting.follow))
+    assert not any(followed[16:32])
+    assert all(followed[32:])
+
+
+@pytest.mark.parametrize("name", ["auto", "PI on a sample"])
+def test_blocks_have_nothing_to_choose(name):
+    """What the steps of a block are to be is chosen once, and nothing inside of them,
+    but for `auto` where it looks at the change of the gradient."""
+    optimizer, options = SETTINGS[name]
+    own, carry, batches = stepper(optimizer, **options), start(optimizer), stream(32)
+    jaxpr = jax.make_jaxpr(lambda c, b: in_blocks(own, c, (b, None)))(carry, batches)
+    found = [e for e in inside(jaxpr.jaxpr) if e.primitive.name == "cond"]
+    assert len(found) == (2 if name == "auto" else 1)
+    steps = [list(inside(b.jaxpr, deep=True)) for b in found[-1].params["branches"]]
+    assert all(e.primitive.name != "cond" for branch in steps for e in branch)
+    assert any(e.primitive.name == "dot_general" for branch in steps for e in branch)
+
+
+def test_blocks_hold_no_copy_of_batches_or_state():
+    optimizer = meka.auto(200)
+    params = {"in": jnp.zeros((WIDTH, 3000)), "out": jnp.ones(3000)}
+    carry, data = (params, optimizer.init(params)), (stream(48), None)
+    own, held = stepper(optimizer), []
+    for kind in (in_turn, in_blocks):
+        call = jax.jit(partial(kind, own), donate_argnums=0)
+        held.append(peak_bytes(call.lower(carry, data).compile()))
+    assert held[1] < 1.3 * held[0]
+
+
+def test_noise_at_every_step_leaves_no_choice():
+    optimizer = meka.meka()
+    loop = meka.make_loop(losses, optimizer, noise_every=1, groups=4)
+    jaxpr = jax.make_jaxpr(loop)(*start(optimizer), stream(8))
+    assert all(e.primitive.name != "cond" for e in inside(jaxpr.jaxpr, deep=True))
+
+
+def inside(jaxpr, *, deep: bool = False):
+    """Equations of scans and calls; of choices and loops without an end as well if
+    ``deep``."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if deep or equation.primitive.name not in ("cond", "while"):
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                if hasattr(inner, "eqns"):
+                    yield from inside(inner, deep=deep)
+
+
+def test_batches_that_are_not_stacked_are_refused():
+    optimizer = meka.auto(10)
+    loop = meka.make_loop(losses, optimizer)
+    params, state = start(optimizer)
+    batches = stream(3)
+    with pytest.raises(ValueError, match="stacked along a leading axis"):
+        loop(params, state, batches, jnp.ones((2, COUNT), bool))
+    with pytest.raises(ValueError, match=r"make_step"):
+        loop(params, state, stream(0))
+    with pytest.raises(ValueError, match=r"\(\)"):
+        loop(params, state, batches | {"weight": jnp.ones(())})
