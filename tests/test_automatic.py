@@ -265,9 +265,8 @@ def test_without_an_end_an_average_is_kept():
     for t, reached in enumerate(path):
         expected += 9 / (t + 9) * (reached - expected)
     np.testing.assert_allclose(average, expected, rtol=1e-4, atol=1e-6)
-    (params, state), _ = run(meka.auto(200), 2)
     with pytest.raises(ValueError, match="without total_steps keeps one"):
-        meka.averaged(params, state)
+        meka.averaged(params, meka.auto(200).init(params))
 
 
 @pytest.mark.makes_nan

@@ -146,7 +146,12 @@ CHEAP = {"groups": 8, "transport": meka.difference, "probe": meka.lagged}
     [
         pytest.param(meka.meka(), {}, id="meka", marks=pytest.mark.slow),
         pytest.param(meka.adameka(), {}, id="adameka"),
-        pytest.param(meka.adameka(diagonal=True), CHEAP, id="diagonal-cheap"),
+        pytest.param(
+            meka.adameka(diagonal=True),
+            CHEAP,
+            id="diagonal-cheap",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_framework_gives_the_same_numbers(

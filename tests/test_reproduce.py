@@ -27,7 +27,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 # Those that compile little; the others take minutes together, and are slow tests.
-QUICK = ("acquisition", "negative-curvature", "rosenbrock", "noisy-quadratic")
+QUICK = ("acquisition", "negative-curvature", "rosenbrock")
 
 
 @pytest.fixture(scope="module")
