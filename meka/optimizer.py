@@ -214,7 +214,7 @@ def scale_by_meka(
             count=state.count + 1,
             value=value,
             gradient=gradient,
-            previous_params=params,
+            previous_params=tree.cast_like(params, params),  # not of a weak type
             value_noise=value_noise,
             gradient_noise=gradient_noise,
             lasting=errors,

@@ -126,7 +126,10 @@ def _concrete(x: Array) -> Array:
     # A mere shape has no value to start from.
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros(x.shape, x.dtype)
-    return x
+    # Nor one of a weak type, as of jnp.full(3, 0.1): the second step and the third
+    # would be compiled anew.
+    x = jnp.asarray(x)
+    return x.astype(x.dtype)
 
 
 def find_state(state: PyTree) -> State:

@@ -171,7 +171,7 @@ def steep(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize("function", [additive, wavy])
 def test_the_filter_is_used_where_the_change_of_the_gradient_is_known(function):
-    start = jnp.full(SIZE, 2.0)
+    start = jnp.full(SIZE, 2.0, jnp.float32)
     optimizer = meka.meka(meka.constant(0.05), lasting=True)
     options = {"transport": meka.difference, "probe": meka.lagged, "start": start}
     (_, state), (_, info) = run(optimizer, 300, function, steep, **options)
@@ -210,7 +210,7 @@ def test_what_is_not_followed_costs_no_second_gradient():
 
     optimizer = meka.auto(400)
     step = jax.jit(meka.make_step(counted, optimizer))
-    params = jnp.full(SIZE, 2.0)
+    params = jnp.full(SIZE, 2.0, jnp.float32)
     state = optimizer.init(params)
     for t in range(196):
         if t == 100:
@@ -222,7 +222,7 @@ def test_what_is_not_followed_costs_no_second_gradient():
 
 
 def test_every_transport_can_be_followed_or_not():
-    start, previous = jnp.full(SIZE, 2.0), jnp.full(SIZE, 2.1)
+    start, previous = jnp.full(SIZE, 2.0, jnp.float32), jnp.full(SIZE, 2.1, jnp.float32)
     batch = steep(KEY)
     look = partial(meka.observe, sharp, start, previous, batch)
 
@@ -296,7 +296,7 @@ def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
     """Where only value and gradient are looked at."""
     optimizer = meka.auto(400)
     step = jax.jit(meka.make_step(sharp, optimizer))
-    params = jnp.full(SIZE, 2.0)
+    params = jnp.full(SIZE, 2.0, jnp.float32)
     state: Any = optimizer.init(params)
     for t in range(130):
         params, state, _ = step(params, state, steep(jax.random.fold_in(KEY, t)))

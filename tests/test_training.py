@@ -110,6 +110,20 @@ def test_it_trains(name):
     assert np.all(np.isfinite(moved))
 
 
+@pytest.mark.parametrize(
+    "optimizer", [meka.meka(diagonal=True), meka.auto(9), meka.auto()]
+)
+def test_types_do_not_change_from_step_to_step(optimizer):
+    """Parameters of a weak type become strong with the first step, as with optax; were
+    the state to follow one step later, a third step would be compiled."""
+    weak = {"w": jnp.full(3, 0.5), "b": jnp.asarray(0.1)}
+    state = optimizer.init(weak)
+    step = meka.make_step(losses, optimizer)
+    params, later, _ = jax.eval_shape(step, weak, state, first(stream()))
+    assert all(x.weak_type for x in jax.tree.leaves(weak))
+    assert not any(x.weak_type for x in jax.tree.leaves((state, params, later)))
+
+
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(st.floats(-8, 8))
 @pytest.mark.parametrize("name", CONFIGURATIONS)
