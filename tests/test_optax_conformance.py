@@ -35,13 +35,12 @@ SHARDING = {
 }
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["meka", pytest.param("adameka", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["meka", "adameka"])
 @pytest.mark.parametrize(
     ("tests", "least"),
     [
-        pytest.param("contrib", CONTRIB, id="contrib", marks=pytest.mark.slow),
+        pytest.param("contrib", CONTRIB, id="contrib"),
         pytest.param("sharding", SHARDING, id="sharding"),
     ],
 )

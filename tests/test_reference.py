@@ -259,7 +259,7 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
     return worst
 
 
-def combinations(*runs: tuple[str, str, bool]) -> list:
+def combinations(*runs: tuple[str, str, bool], marks=()) -> list:
     """Every transport × rule × direction of these problems, probes, covariances."""
     parameters = []
     for name, probe, diagonal in runs:
@@ -269,24 +269,32 @@ def combinations(*runs: tuple[str, str, bool]) -> list:
             covariance = "diagonal" if diagonal else "isotropic"
             label = "-".join((name, probe, covariance, *choice))
             parameters.append(
-                pytest.param(name, probe, diagonal, index, choice, id=label)
+                pytest.param(
+                    name, probe, diagonal, index, choice, id=label, marks=marks
+                )
             )
     return parameters
 
 
 @pytest.mark.parametrize(
     ("name", "probe", "diagonal", "index", "choice"),
-    combinations(
-        *(
-            ("logistic", probe, diagonal)
-            for probe in PROBES
-            for diagonal in (False, True)
+    [
+        *combinations(
+            *(
+                ("logistic", probe, diagonal)
+                for probe in PROBES
+                for diagonal in (False, True)
+            ),
+            ("noisy_quadratic", "lagged", True),
+            ("rosenbrock", "current", False),
+            ("now_and_then", "current", False),
         ),
-        ("noisy_quadratic", "lagged", True),
-        ("rosenbrock", "current", False),
-        ("rosenbrock", "lagged", False),
-        *(("now_and_then", probe, False) for probe in PROBES),
-    ),
+        *combinations(
+            ("rosenbrock", "lagged", False),
+            ("now_and_then", "lagged", False),
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_double_precision(name, probe, diagonal, index, choice, x64):
     found = library(name, probe, diagonal, "float64")
