@@ -104,13 +104,13 @@ def train(spread, **options):
 
 for options in ({}, {"groups": 4, "micro_batches": 2}):
     expected, _ = train(jnp.asarray, **options)
-    kind = jax.sharding.AxisType.Explicit  # test_devices has those of automatic axes
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        found, info = train(lambda b: jax.device_put(b, jax.P("x")), **options)
-    assert info.rejected == 0 and len(info.value.sharding.device_set) == 8
-    for name in params:
-        np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            found, info = train(lambda b: jax.device_put(b, jax.P("x")), **options)
+        assert info.rejected == 0 and len(info.value.sharding.device_set) == 8
+        for name in params:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
 print("same")
 """
 
