@@ -165,8 +165,9 @@ def test_a_mouse_zooms_all_panels_and_a_double_click_ends_it(visit):
         "() => ['gain', 'signal'].every(n => "
         "meka.doc.get_model_by_name(n).x_range === meka.steps)"
     )
-    top = visit.page.evaluate("() => meka.doc.get_model_by_name('loss').y_range.end")
-    assert top < 2
+    visit.page.wait_for_function(
+        "() => meka.doc.get_model_by_name('loss').y_range.end < 2", timeout=10_000
+    )
     visit.page.mouse.dblclick(box["x"] + 0.5 * box["width"], y)
     visit.page.wait_for_function("end => meka.steps.end === end", arg=whole[1])
     assert visit.steps() == whole
