@@ -23,12 +23,10 @@ _NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
-# Then steps are short for a tenth of the run. Parameters that jitter are pulled back
-# towards where they were, which looks like having gone too far and holds D down; what
-# D is without that it shows then. The length comes back slowly, since networks with
-# attention do not bear a sudden one, and falls in the second half of the run.
-_QUIET = 1 / 3
-_HUSH, _AGAIN, _DECAY = (0.1, 0.12), (0.2, 0.3), (0.5, 1.0)
+# Noise hides what is left of the distance then. Networks bear steps of a twentieth of
+# their parameters' size, so where D is less than that it is stretched, up to tenfold
+# and as long again as it took to find it. The length falls in the second half.
+_RELATIVE, _STRETCH, _DECAY = 0.05, 10, 0.5
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -74,7 +72,8 @@ def auto(total_steps: int | None = None) -> Automatic:
         noise_decay=_NOISE_DECAY,
         lasting=True,
     )
-    growth = 10 ** (_DECADES / (_SHARE * total_steps if total_steps else _WITHOUT_END))
+    search = _SHARE * total_steps if total_steps else _WITHOUT_END
+    growth = 10 ** (_DECADES / search)
 
     def init(params: PyTree) -> AutoState:
         average = () if total_steps else tree.widen(params)
@@ -118,9 +117,10 @@ def auto(total_steps: int | None = None) -> Automatic:
             seen = seen._replace(previous_params=before)
         assert observation is not None  # or the filter would have refused
         assert params is not None
-        rate = jnp.ones(())
+        rate = _stretch(state.scale, search)
         if total_steps:
-            rate = _rate(state.scale.count / total_steps)
+            left = 1 - state.scale.count / total_steps
+            rate = rate * jnp.clip(left / _DECAY, 0, 1)
         steps, scale = distance.advance(
             state.scale,
             params,
@@ -143,14 +143,10 @@ def auto(total_steps: int | None = None) -> Automatic:
     return Automatic(init, update)
 
 
-def _rate(done: Array) -> Array:
-    """The length of a step over D, by the share of the run that is done."""
-
-    def share(begin: float, end: float) -> Array:
-        return jnp.clip((done - begin) / (end - begin), 0, 1)
-
-    quiet = share(*_HUSH) - share(*_AGAIN)
-    return (1 - (1 - _QUIET) * quiet) * (1 - share(*_DECAY))
+def _stretch(scale: distance.Distance, search: float) -> Array:
+    """The length of a step over D: more than 1 where D is small beside x0."""
+    wanted = jnp.clip(_RELATIVE * scale.size / scale.distance, 1, _STRETCH)
+    return 1 + (wanted - 1) * jnp.clip(scale.count / search - 1, 0, 1)
 
 
 def _glance(state: State, observation: Observation) -> State:

@@ -38,6 +38,7 @@ class Distance(NamedTuple):
     start: PyTree  # x0
     momentum: PyTree
     second: PyTree
+    size: Array  # mean |x0|
 
 
 def start(params: PyTree) -> Distance:
@@ -47,7 +48,8 @@ def start(params: PyTree) -> Distance:
     none = jnp.zeros((), tree.scalar_dtype(params))
     guess = jnp.maximum(none + _GUESS, _visible(params))
     count = jnp.zeros((), jnp.int32)
-    return Distance(count, guess, none, zero, wide, zero, zero)
+    size = tree.dot(wide, jax.tree.map(jnp.sign, wide)) / max(tree.size(wide), 1)
+    return Distance(count, guess, none, zero, wide, zero, zero, size)
 
 
 def _visible(params: PyTree) -> Array:
@@ -110,7 +112,9 @@ def advance(
         params,
     )
     distance = jnp.clip(bound, distance, growth * distance)
-    new = Distance(count, distance, won, pull, state.start, momentum, second)
+    new = Distance(
+        count, distance, won, pull, state.start, momentum, second, state.size
+    )
     return updates, new
 
 
