@@ -23,9 +23,10 @@ _NOISE_DECAY, _VALUE_DECAY = 0.98, 0.999
 _NOISE_EVERY = 16
 # D grows through four decades in a tenth of the run, or in two hundred steps.
 _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
-# Noise hides what is left of the distance then. Networks bear steps of a twentieth of
-# their parameters' size, so where D is less than that it is stretched, up to tenfold
-# and as long again as it took to find it. The length falls in the second half.
+# Where noise is large it hides what is left of the distance from then on. Networks bear
+# steps of a twentieth of their parameters' size, so in as many steps again the length
+# rises to that, if it is more than D and not more than tenfold. It falls in the second
+# half of the run.
 _RELATIVE, _STRETCH, _DECAY = 0.05, 10, 0.5
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
@@ -56,10 +57,12 @@ def auto(total_steps: int | None = None) -> Automatic:
     It starts from steps of next to nothing and takes about a hundred to find their
     length: a run of twenty steps gets nowhere.
 
+    Where that distance is little beside the parameters, steps are a twentieth of their
+    mean size at the start, or ten times the distance if that is less.
+
     With ``total_steps``, which is the better choice where the length of the run is
-    known, steps are shorter for a while early in the run, when their length shows best,
-    and fall linearly to zero over its second half. Without, their length stays and an
-    average of the iterates is kept, one more buffer: evaluate `averaged` then.
+    known, steps fall linearly to zero over its second half. Without, their length stays
+    and an average of the iterates is kept, one more buffer: evaluate `averaged` then.
 
     ``info.step_size`` is the length of the step over that of the filtered gradient;
     ``optax.tree.get(state, "distance")`` is the scale itself.
