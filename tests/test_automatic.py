@@ -11,7 +11,7 @@ import pytest
 from optax import contrib
 
 import meka
-from meka import automatic, distance, lasting
+from meka import distance, lasting
 from meka.lab import problems
 
 SIZE, BATCH = 6, 16
@@ -340,9 +340,7 @@ def test_the_length_over_a_run(monkeypatch, total, beside, stretch):
     monkeypatch.setattr(distance, "advance", advance)
     state: Any = meka.auto(total).init(jnp.ones(SIZE))
     start = jnp.full(SIZE, beside * float(state.scale.distance)).at[::2].multiply(-1)
-    (params, state), (path, _) = run(
-        meka.auto(total), 500 if total is None else total, start=start
-    )
+    _, (path, _) = run(meka.auto(total), 500 if total is None else total, start=start)
     rates = np.diff(np.asarray(path, float)[:, 0], prepend=float(start[0]))
     if total is None:
         expected = np.interp(np.arange(500), [200, 400], [1, stretch])
