@@ -149,7 +149,8 @@ def auto(total_steps: int | None = None) -> Automatic:
 def _stretch(scale: distance.Distance, search: float) -> Array:
     """The length of a step over D: more than 1 where D is small beside x0."""
     wanted = jnp.clip(_RELATIVE * scale.size / scale.distance, 1, _STRETCH)
-    return 1 + (wanted - 1) * jnp.clip(scale.count / search - 1, 0, 1)
+    found = scale.count.astype(wanted.dtype) / search
+    return 1 + (wanted - 1) * jnp.clip(found - 1, 0, 1)
 
 
 def _glance(state: State, observation: Observation) -> State:
