@@ -328,6 +328,24 @@ def test_accuracy_on_cifar_can_fail(auto):
     assert not found("cifar10-resnet32", 0.689)
 
 
+def test_accuracy_on_cifar_is_a_mean_over_seeds(auto):
+    def found(rival, own):
+        runs = [
+            run("cifar10-cnn", name, (4,) * 5, rate=rate, test_accuracy=(0.1,) * 5)
+            for name, rate in (("prodigy", 1), ("auto", None))
+        ]
+        for record, last in zip(runs, (rival, own), strict=True):
+            record["curves"]["test_accuracy"][-1] = list(last)
+        return verdict(card(*runs), "accuracy on cifar10-cnn")
+
+    assert found((0.7, 0.7), (0.6, 0.82)).holds  # by 0.01
+    assert not found((0.7, 0.7), (0.58, 0.8)).holds
+    assert "71.00% (deviation 15.56)" in found((0.7, 0.7), (0.6, 0.82)).found
+    nan = float("nan")  # a rival's seed that diverged is no excuse, an own one is
+    assert not found((0.72, nan), (0.7, 0.71)).holds
+    assert not found((0.5, 0.5), (0.9, nan)).holds
+
+
 def test_without_auto_nothing_is_claimed_to_hold():
     found = scorecards.everything("smoke")
     found["runs"] = [r for r in found["runs"] if r["optimizer"] != "auto"]
