@@ -1,6 +1,8 @@
 """The page in a real browser: from disk and live, by mouse, by keyboard, on a phone."""
 
+import colorsys
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from synthetic import write_run
 from test_watch import serving
 
 from meka.improvement import ImprovementModel
+from meka.lab import plots
 from meka.lab.cockpit import page as pages
 from meka.lab.cockpit.panels import PANELS
 
@@ -274,6 +277,30 @@ def test_light_and_dark(browser, report):
     assert visit.page.evaluate(dark) == "rgb(244, 245, 247)"
     assert visit.complaints == []
     visit.close()
+
+
+def test_ours_have_the_colours_they_have_in_pictures(browser, tmp_path):
+    """Whatever else is on the page; two runs never share one while there are others."""
+    names = ["adam", "adameka", "auto", "meka", "meka"]
+    runs = [
+        write_run(tmp_path / f"{k}-{name}", 40, optimizer=name, ours=False)
+        for k, name in enumerate(names)
+    ]
+    path = pages.write_report(runs, tmp_path / "r.html", command="meka report")
+    visit = Visit(browser, path.as_uri())
+    swatches = visit.page.locator("#summary-table tbody .swatch")
+    colors = swatches.evaluate_all(
+        "found => found.map((each) => getComputedStyle(each).backgroundColor)"
+    )
+    assert len(set(colors)) == len(names)
+    for name, color in list(zip(names, colors, strict=True))[1:4]:
+        shown = hue(*(int(part) for part in re.findall(r"\d+", color)))
+        assert abs(shown - hue(*bytes.fromhex(plots.OURS[name][1:]))) < 0.02, name
+    visit.close()
+
+
+def hue(red: int, green: int, blue: int) -> float:
+    return colorsys.rgb_to_hsv(red, green, blue)[0]
 
 
 def test_a_phone_scrolls_one_way_only(browser, report):

@@ -17,9 +17,8 @@ from matplotlib.axes import Axes
 from meka.lab.history import History, Series
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours first.
-_OURS = {"meka": "#0072B2", "adameka": "#D55E00"}
+OURS = {"auto": "#D55E00", "meka": "#0072B2", "adameka": "#009E73"}
 _OTHERS = (
-    "#009E73",
     "#CC79A7",
     "#E69F00",
     "#56B4E9",
@@ -109,9 +108,9 @@ def overview(
 
 def _colors(runs: Sequence[History]) -> dict[str, str]:
     names = list(dict.fromkeys(run.config.optimizer for run in runs))
-    others = [name for name in names if name not in _OURS]
+    others = [name for name in names if name not in OURS]
     rest = {name: _OTHERS[k % len(_OTHERS)] for k, name in enumerate(others)}
-    return {name: _OURS.get(name) or rest[name] for name in names}
+    return {name: OURS.get(name) or rest[name] for name in names}
 
 
 def _line(

@@ -12,6 +12,8 @@
     dark: ["#4db2f0", "#ff8a4c", "#2fcb9c", "#f09ac9", "#e8c14b", "#a5a8ff", "#b4bfcc",
       "#ff8fa8", "#5fd6db", "#c9a4ff"],
   };
+  // Ours keep theirs from page to page, and in the pictures of the bench.
+  const OURS = { meka: 0, auto: 1, adameka: 2 };
   const DASHES = { solid: [], dashed: [7, 4], dotted: [2, 3], dotdash: [2, 3, 8, 3] };
   let theme = "light";
   let doc, steps, hair, extent = [0, 1], own = false, zoomed = false;
@@ -46,7 +48,7 @@
     return at - x[low] < x[high] - at ? low : high;
   }
 
-  const color = (run) => COLORS[theme][run.index % 10];
+  const color = (run) => COLORS[theme][run.color];
   const shown = () => runs.filter((run) => !hidden.has(run.index));
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 
@@ -463,7 +465,21 @@
       profile: unpacked(view.profile) };
   }
 
+  function dealColors() {
+    const free = new Set(COLORS.light.keys());
+    const claim = (run, wanted) => { run.color = wanted; free.delete(wanted); };
+    const others = runs.filter((run) => {
+      const wanted = OURS[run.about.optimizer];
+      if (!free.has(wanted)) return true;
+      claim(run, wanted);
+      return false;
+    });
+    for (const run of others)
+      claim(run, free.size ? Math.min(...free) : run.index % COLORS.light.length);
+  }
+
   function apply() {
+    dealColors();
     const seen = new Map();
     for (const run of runs) seen.set(run.label, (seen.get(run.label) ?? 0) + 1);
     for (const run of runs)

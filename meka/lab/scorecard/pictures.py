@@ -8,13 +8,13 @@ from typing import Any, cast
 import numpy as np
 from matplotlib.lines import Line2D
 
+from meka.lab.plots import OURS
 from meka.lab.reproduce import drawing
 from meka.lab.reproduce.drawing import plt
 from meka.lab.scorecard import scores
 from meka.lab.scorecard.card import AVERAGED, METRIC, PLAIN, Card, Row, View
 from meka.lab.scorecard.summary import ranked
 
-_MARKED = {"auto": "#D55E00", "meka": "#0072B2", "adameka": "#009E73"}
 _TUNED = {"adam": "#000000", "nadamw": "#882255", "momentum": "#8C6D31"}
 _REST = ("#E69F00", "#56B4E9", "#CC79A7", "#999933", "#332288", "#AA4499", "#44AA99")
 _DASHES = ("-", "-.", ":")
@@ -49,9 +49,9 @@ def _style(card: Card, row: Row) -> dict[str, Any]:
     if row.tuned:
         color = _TUNED[row.optimizer]
         return {"color": color, "linestyle": (0, (4, 2)), "linewidth": 1.8, "zorder": 4}
-    if row.optimizer in _MARKED:
-        return {"color": _MARKED[row.optimizer], "linewidth": 2.6, "zorder": 5}
-    rest = [r for r in card.rows if not r.tuned and r.optimizer not in _MARKED]
+    if row.optimizer in OURS:
+        return {"color": OURS[row.optimizer], "linewidth": 2.6, "zorder": 5}
+    rest = [r for r in card.rows if not r.tuned and r.optimizer not in OURS]
     turn, place = divmod(rest.index(row), len(_REST))
     style = _DASHES[turn % len(_DASHES)]
     return {"color": _REST[place], "linewidth": 1.1, "linestyle": style, "zorder": 3}
@@ -125,7 +125,7 @@ def _curves(card: Card, view: View) -> Any:
                 continue
             values = np.median(card.curve(record, view), axis=1)
             values = np.where(np.isfinite(values) & (values > 0), values, np.nan)
-            marked = row.tuned or row.optimizer in _MARKED
+            marked = row.tuned or row.optimizer in OURS
             style = _style(card, row) if marked else _faint()
             (line,) = axis.plot(record["step"], values, **style)
             label = row.name if marked else "the others"
@@ -198,7 +198,7 @@ def _heat(card: Card, unit: str) -> Any:
     axis.set_xticks(range(len(names)), [n.replace("-", "-\n") for n in names])
     axis.set_yticks(range(len(rows)), [row.name for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows, strict=True):
-        label.set_fontweight("bold" if row.optimizer in _MARKED else "normal")
+        label.set_fontweight("bold" if row.optimizer in OURS else "normal")
         label.set_fontstyle("italic" if row.tuned else "normal")
     axis.xaxis.tick_top()
     axis.tick_params(length=0, labelsize=8.5)
