@@ -466,7 +466,9 @@
   }
 
   function dealColors() {
-    const free = new Set(COLORS.light.keys());
+    const count = COLORS.light.length, kept = Object.keys(OURS).length;
+    // Others have those of ours last.
+    const free = new Set(Array.from({ length: count }, (_, k) => (k + kept) % count));
     const claim = (run, wanted) => { run.color = wanted; free.delete(wanted); };
     const others = runs.filter((run) => {
       const wanted = OURS[run.about.optimizer];
@@ -474,8 +476,10 @@
       claim(run, wanted);
       return false;
     });
-    for (const run of others)
-      claim(run, free.size ? Math.min(...free) : run.index % COLORS.light.length);
+    for (const run of others) {
+      const [first = run.index % count] = free;
+      claim(run, first);
+    }
   }
 
   function apply() {
