@@ -64,8 +64,9 @@ def auto(total_steps: int | None = None) -> Automatic:
     known, steps fall linearly to zero over its second half. Without, their length stays
     and an average of the iterates is kept, one more buffer: evaluate `averaged` then.
 
-    ``info.step_size`` is the length of the step over that of the filtered gradient;
-    ``optax.tree.get(state, "distance")`` is the scale itself.
+    ``info.step_size`` is the length of the step over that of the filtered gradient, and
+    ``info.model`` says what is expected of a step in its direction, now and not as an
+    average; ``optax.tree.get(state, "distance")`` is the scale itself.
     """
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
@@ -200,15 +201,34 @@ def _glance(state: State, observation: Observation) -> State:
 
 
 def _as_taken(state: State, updates: PyTree) -> Info:
-    """What the filter tells, of the step that is taken instead of its own."""
+    """What the filter tells, of the step that is taken instead of its own.
+
+    Its model is of that step and of now, not an average: the slope is what the belief
+    about the gradient says along it, the curvature what it last was along a step.
+    """
     info = state.info
     norm = info.direction_norm
-    length = jnp.sqrt(tree.square(updates)).astype(norm.dtype)
-    step_size = jnp.where(norm > 0, length / jnp.where(norm > 0, norm, 1), 0)
+    square, rise = tree.dots((updates, updates), (updates, state.gradient.mean))
+    moves = (square > 0) & (norm > 0)
+    step_size = jnp.where(moves, jnp.sqrt(square) / jnp.where(moves, norm, 1), 0)
+    _, spread = state.held.path.mean
+    squared = norm * norm
+    model = info.model._replace(
+        slope=-rise / jnp.where(moves, step_size, 1),
+        curvature=state.held.curvature * squared,
+        value_variance=info.value_variance,
+        slope_variance=info.gradient_variance * squared,
+        curvature_variance=spread * squared * squared,
+        step=state.count - 1,
+    )
+    model = tree.select(moves, model, info.model)
     return info._replace(
         step_size=step_size,
-        improvement_probability=info.model.probability(step_size),
-        predicted_change=info.model.mean(step_size),
+        slope=model.slope,
+        curvature=model.curvature,
+        model=model,
+        improvement_probability=model.probability(step_size),
+        predicted_change=model.mean(step_size),
     )
 
 

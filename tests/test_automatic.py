@@ -292,6 +292,23 @@ def test_a_step_that_is_not_finite_changes_nothing(total):
         np.testing.assert_array_equal(one, other)
 
 
+def test_what_it_predicts_is_of_the_step_it_takes(x64):
+    """In a bowl without noise that bends alike in all directions it is exact."""
+
+    def bowl(params, batch):
+        return 1.5 * jnp.sum(params**2) + 0 * batch[1]
+
+    start, steps = jnp.linspace(1.0, 2.0, SIZE), 120
+    _, (path, info) = run(meka.auto(150), steps, bowl, start=start)
+    value = 1.5 * np.sum(np.concatenate([start[None], path]) ** 2, -1)
+    # What bends is seen once something has moved.
+    change = np.diff(value)[2:]
+    np.testing.assert_allclose(info.predicted_change[2:], change, rtol=1e-6)
+    assert 0 < np.sum(change > 0) < len(change)
+    np.testing.assert_array_equal(info.improvement_probability[2:], change < 0)
+    np.testing.assert_array_equal(info.model.step, np.arange(steps))
+
+
 def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
     """Where only value and gradient are looked at."""
     optimizer = meka.auto(400)
@@ -302,8 +319,11 @@ def test_at_a_glance_it_tells_the_truth_and_refuses_what_it_must():
         params, state, _ = step(params, state, steep(jax.random.fold_in(KEY, t)))
     own, batch = state.filter, steep(KEY)
     assert not own.lasting.follow
-    _, later, info = step(params, state, batch)
+    reached, later, info = step(params, state, batch)
     gradient = jax.grad(lambda p: jnp.mean(sharp(p, batch)))(params)
+    taken, bend = reached - params, own.held.curvature
+    expected = gradient @ taken + bend * taken @ taken / 2
+    np.testing.assert_allclose(info.predicted_change, expected, rtol=1e-3)
     np.testing.assert_allclose(later.filter.gradient.mean, gradient, rtol=1e-5)
     np.testing.assert_allclose(info.gradient_norm, jnp.linalg.norm(gradient), rtol=1e-5)
     np.testing.assert_allclose(info.observed, jnp.mean(sharp(params, batch)), rtol=1e-5)

@@ -357,6 +357,24 @@ def test_the_story_says_what_is_wrong_and_what_to_do(
     assert advises in found.advice
 
 
+def test_the_story_of_auto_has_no_advice_on_rules_it_does_not_use(tmp_path):
+    changes = {
+        "predicted_change": lambda _: -9.0,
+        "gradient_variance": lambda _: 8e-5,
+        "step_size": lambda t: t / 1e3,
+        "distance": lambda _: 0.1,
+    }
+    path = write_run(tmp_path / "run", 400, optimizer="auto", **changes)
+    for title, level, says in [
+        ("Promises", "note", "does not depend on that"),
+        ("Noise", "good", "auto takes the minibatch's"),
+        ("Step size", "note", "growing"),
+    ]:
+        found = told(path, title)
+        assert (found.level, found.advice) == (level, "")
+        assert says in found.text
+
+
 def test_the_story_sees_overfitting_and_divergence(tmp_path):
     path = write_run(tmp_path / "run", 600)
     records = [json.loads(x) for x in (path / METRICS).read_text().splitlines()]

@@ -120,13 +120,16 @@ def _step(run: Run) -> Iterator[Finding]:
     if len(step) < 50 or 1 / _SETTLED < change < _SETTLED:
         yield Finding("good", "Step size", f"It settled around {num(now)}.")
     elif change >= _SETTLED:
+        advice = (
+            "Good while the loss falls. If it does not, the step is too long: try "
+            "--option probe=lagged or --schedule linear."
+        )
         yield Finding(
             "note",
             "Step size",
             f"It is still growing: {num(before)} in the middle of the run, "
             f"{num(now)} at the end.",
-            "Good while the loss falls. If it does not, the step is too long: try "
-            "--option probe=lagged or --schedule linear.",
+            "" if _by_distance(run) else advice,
         )
     else:
         yield Finding(
@@ -208,16 +211,22 @@ def _noise(run: Run) -> Iterator[Finding]:
     )
     if run.batch_size:
         text += f", as if the batch had {num(cut * run.batch_size)} examples"
-    if cut < 1.5:
-        yield Finding(
-            "note",
-            "Noise",
-            f"{text}: filtering gains little here, since the gradient changes faster "
-            "than it can be averaged.",
-            "A plain rule on the minibatch gradient would do as well.",
-        )
-    else:
+    if cut >= 1.5:
         yield Finding("good", "Noise", f"{text}.")
+        return
+    text += (
+        ": filtering gains little here, since the gradient changes faster than it can "
+        "be averaged"
+    )
+    if _by_distance(run):
+        yield Finding("good", "Noise", f"{text}. So auto takes the minibatch's.")
+        return
+    yield Finding(
+        "note",
+        "Noise",
+        f"{text}.",
+        "A plain rule on the minibatch gradient would do as well.",
+    )
 
 
 def _batch(run: Run) -> Iterator[Finding]:
@@ -270,7 +279,16 @@ def _promise(run: Run) -> Iterator[Finding]:
         f"Over the second half the model promised a change of {num(promised)} in all; "
         f"the minibatch loss changed by {num(delivered)}"
     )
-    if delivered > promised / 4:
+    if delivered <= promised / 4:
+        yield Finding("good", "Promises", f"{text}.")
+    elif _by_distance(run):
+        yield Finding(
+            "note",
+            "Promises",
+            f"{text}. A step is judged by examples that helped to choose it, and by "
+            "those of the last steps. How long it is does not depend on that.",
+        )
+    else:
         yield Finding(
             "note",
             "Promises",
@@ -280,8 +298,11 @@ def _promise(run: Run) -> Iterator[Finding]:
             "Harmless while the loss falls. If it does not, --option probe=lagged "
             "judges each step on fresh examples.",
         )
-    else:
-        yield Finding("good", "Promises", f"{text}.")
+
+
+def _by_distance(run: Run) -> bool:
+    """Whether steps are as long as a distance says (`auto`), not as the model would."""
+    return "distance" in run.steps
 
 
 def _rejected(run: Run) -> Iterator[Finding]:
