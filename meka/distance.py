@@ -92,7 +92,10 @@ def advance(
 
     back = tree.subtract(state.start, tree.widen(params))
     pull = _mix(_MEMORY, state.pull, weight, gradient)
-    along, total = tree.dots((gradient, back), (pull, jax.tree.map(jnp.sign, pull)))
+    # The same but for a factor, so that it is summed as it comes and not stored first.
+    lean = _mix(1, state.pull, weight / _MEMORY, gradient)
+    along, total = tree.dots((gradient, back), (lean, jax.tree.map(jnp.sign, lean)))
+    total = _MEMORY * total
     won = _MEMORY * state.won + weight * along
     bound = jnp.where(total > 0, won / jnp.where(total > 0, total, 1), 0)
 

@@ -113,7 +113,10 @@ def scale_by_meka(
 
         # Filter: the value first, since it is moved by the old gradient.
         predicted = predict(state.gradient, change)
-        surprise = tree.subtract(g.mean, predicted.mean)
+        # Not g - (m + Bδ): written so, the sum would be stored for both who need it.
+        surprise = tree.subtract(
+            tree.subtract(g.mean, state.gradient.mean), change.mean
+        )
         along, surprise_square = tree.dots(
             (state.gradient.mean, displacement), (surprise, surprise)
         )

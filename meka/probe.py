@@ -101,7 +101,9 @@ def curve(
         batch, count = one_in(batch, fewer), count // fewer
 
     def along(direction: PyTree) -> tuple[Moments, Moments]:
-        tangent = tree.cast_like(direction, params)
+        # Backwards, where the slope is -d'∇f; and the opposite of a direction that was
+        # turned against the gradient needs no storing.
+        tangent = tree.cast_like(jax.tree.map(jnp.negative, direction), params)
         slope, curvature = _per_example(losses, params, batch, tangent, micro_batches)
         weights = jnp.ones(count) if mask is None else mask.astype(jnp.float32)
         keep = weights > 0
@@ -110,7 +112,7 @@ def curve(
             x = jnp.where(keep, x, 0).astype(tree.scalar_dtype(params))
             return moments.stacked_groups(x, weights, diagonal=False).moments()
 
-        return summarise(-slope), summarise(curvature)
+        return summarise(slope), summarise(curvature)
 
     return along
 

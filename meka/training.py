@@ -167,9 +167,11 @@ def _is_diagonal(params: PyTree, state: PyTree) -> bool:
 
 def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:
     """Apply the updates, or nothing at all if the step or its result is not finite."""
-    new_params = optax.apply_updates(params, updates)
     info = find_state(new_state).info
-    sound = info.accepted & tree.is_finite(new_params)
+    # Times one, which the compiler cannot know: it makes the sum here and again where it
+    # is stored, and does not store it twice.
+    trial = optax.apply_updates(params, tree.scale(info.accepted, updates))
+    sound = info.accepted & tree.is_finite(trial)
     before = find_state(state).info
     refused = before._replace(
         suspect=jnp.where(info.accepted, -1, info.suspect),
@@ -177,6 +179,6 @@ def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info
         rejected=before.rejected + 1,
     )
     old_state = replace_info(state, refused)
-    params = tree.select(sound, new_params, params)
+    params = tree.select(sound, optax.apply_updates(params, updates), params)
     state = tree.select(sound, new_state, old_state)
     return params, state, tree.select(sound, info, refused)
