@@ -10,7 +10,7 @@ import optax
 from meka import distance, tree
 from meka.gaussian import Gaussian, Moments
 from meka.improvement import constant
-from meka.observation import Observation
+from meka.observation import Closer, Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
 from meka.probe import Probe, Scene, lagged
 from meka.state import Info, State
@@ -93,26 +93,28 @@ def auto(total_steps: int | None = None) -> Automatic:
         *,
         observation: Observation | None = None,
         probe: Callable[[Scene], Probe] | None = None,
+        closer: Closer | None = None,
         **extra: object,
     ) -> tuple[PyTree, AutoState]:
         del extra
-        observed = {"observation": observation, "probe": probe}
 
-        def watched() -> State:
+        def watched(observation: Observation | None) -> State:
+            observed = {"observation": observation, "probe": probe}
             _, new = inner.update(updates, state.filter, params, **observed)
             return cast(State, new)
 
         if observation is None or params is None or observation.followed is True:
-            seen = watched()
+            seen = watched(observation)
         else:
             known = observation
-            if known.followed is False:
+            if closer is None:
                 seen = _glance(state.filter, known)
             else:
+                look = closer.look
                 # Only what the branches do not share comes out of the choice.
                 seen = jax.lax.cond(
-                    known.followed,
-                    lambda: watched()._replace(previous_params=()),
+                    closer.wanted,
+                    lambda: watched(look())._replace(previous_params=()),
                     lambda: _glance(state.filter, known)._replace(previous_params=()),
                 )
             before = tree.select(

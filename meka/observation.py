@@ -38,7 +38,7 @@ from meka.transport import (
     Loss,
     Transport,
     difference,
-    difference_where,
+    gradient_alone,
     hessian_at_current,
 )
 from meka.tree import Array, PyTree
@@ -74,6 +74,13 @@ class Observation(NamedTuple):
     suspect: Array  # index of the first example whose loss is not finite, or -1
     measured: Array | bool = True  # false: variances of gradient and path are not known
     followed: Array | bool = True  # false: the change of the gradient is not known
+
+
+class Closer(NamedTuple):
+    """A look at what a glance left out, for whoever knows only now whether to."""
+
+    wanted: Array
+    look: Callable[[], Observation]
 
 
 def per_example(loss: Callable[[PyTree, PyTree], Array]) -> Losses:
@@ -114,12 +121,57 @@ def observe(
         change and path are zero, to be filled in by whoever remembers them; see
         ``measured``. Micro-batches are groups anyway and always measured.
       follow: whether to measure the change of the gradient. Where false it is zero
-        and costs nothing; see ``followed``. It is measured anyway by transports other
-        than `difference`, which share work with the gradient, and in micro-batches.
+        and costs nothing, and no noise is measured; see ``followed``. It is measured
+        anyway by transports other than `difference`, which share work with the
+        gradient, in micro-batches, and with ``measure=True``.
       sample: measure the change of the gradient on one of so many examples, at that
         fraction of its cost and with so much more noise. On all of them where this is
         no divisor of their number, with a mask, with ``measure=True``, and where
         ``follow`` is not ``True``.
+    """
+    seen = glance(
+        losses,
+        params,
+        previous,
+        batch,
+        groups=groups,
+        transport=transport,
+        diagonal=diagonal,
+        mask=mask,
+        micro_batches=micro_batches,
+        measure=measure,
+        follow=follow,
+        sample=sample,
+    )
+    return settle(*seen)
+
+
+def settle(seen: Observation, closer: Closer | None) -> Observation:
+    """What is seen after a closer look, where one is wanted."""
+    if closer is None:
+        return seen
+    return jax.lax.cond(closer.wanted, closer.look, lambda: seen)
+
+
+def glance(
+    losses: Losses,
+    params: PyTree,
+    previous: PyTree,
+    batch: PyTree,
+    *,
+    groups: int,
+    transport: Transport,
+    diagonal: bool,
+    mask: Array | None,
+    micro_batches: int,
+    measure: Array | bool,
+    follow: Array | bool,
+    sample: int,
+) -> tuple[Observation, Closer | None]:
+    """`observe`, but where ``follow`` is known only at run time.
+
+    Then it is what the gradient alone says, without its change or noise, and a closer
+    look at these, to be taken inside of a choice that is made anyway.
     """
     check_params(params)
     check_previous(params, previous)
@@ -139,10 +191,14 @@ def observe(
     parts = max(groups, micro_batches)
     batch, weights = fill(batch, mask, -count % parts)
     hand_out = partial(deal, parts=parts)
+    shares = hand_out(weights)
+    held = jnp.sum(weights.reshape(-1, groups), axis=0)
 
-    shares, fewer = hand_out(weights), 1
+    def told(looks: Looks, values: Array, measured: Array | bool) -> Observation:
+        return _observation(looks, values, weights[:count], held, measured)
+
     if everything:
-        measured, hands = True, jax.tree.map(hand_out, batch)
+        hands = jax.tree.map(hand_out, batch)
         if micro_batches == 1:
             looks, values = all_groups(look, hands, shares, diagonal)
         else:
@@ -150,28 +206,41 @@ def observe(
                 look, hands, shares, groups, micro_batches, diagonal
             )
         values = values.T.ravel()[:count]  # an index means the caller's example
-    else:
-        measured = measure
-        # Only scalars come out of the choice: gradients would be copied. It is made
-        # first, while nothing else of the parameters' size is needed.
+        return told(looks, values, True), None
+
+    def scatters() -> _Scatters:
+        # Only scalars come out of the choice: gradients would be copied.
         some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
-        scatters = _no_scatters(params)
-        if measure is not False:
-            scatters = jax.lax.cond(
-                measure,
-                lambda: _scatters(look, one_in((batch, weights), some), groups),
-                lambda: _no_scatters(params),
-            )
-        given = jax.tree.map(lambda x: x[:count], (batch, weights))
-        if follow is not True:
-            look = partial(_look, losses, partial(difference_where, follow), *where)
-        elif (fewer := share(sample, count, mask)) > 1:
-            look = partial(look, part=one_in(given, fewer))
-        whole, values = look(*given)
-        looks = _around(whole, shares, scatters)
-    held = jnp.sum(weights.reshape(-1, groups), axis=0)
-    seen = _observation(looks, values, weights[:count], held, measured)
-    return _on_fewer(seen, fewer)._replace(followed=follow)
+        if measure is False:
+            return _no_scatters(params)
+        return jax.lax.cond(
+            measure,
+            lambda: _scatters(look, one_in((batch, weights), some), groups),
+            lambda: _no_scatters(params),
+        )
+
+    given = jax.tree.map(lambda x: x[:count], (batch, weights))
+    if follow is True:
+        # First, while nothing else of the parameters' size is needed.
+        apart, part = scatters(), None
+        if (fewer := share(sample, count, mask)) > 1:
+            part = one_in(given, fewer)
+        whole, values = look(*given, part=part)
+        seen = told(_around(whole, shares, apart), values, measure)
+        return _on_fewer(seen, fewer), None
+
+    whole, values = _look(losses, gradient_alone, *where, *given)
+    nothing = _around(whole, shares, _no_scatters(params))
+    seen = told(nothing, values, False)._replace(followed=False)
+    if follow is False:
+        return seen, None
+
+    def closer() -> Observation:
+        apart = scatters()
+        more = _follow(losses, params, previous, whole, *given)
+        return told(_around(more, shares, apart), values, measure)
+
+    return seen, Closer(follow, closer)
 
 
 def _look(
@@ -181,20 +250,7 @@ def _look(
 
     The change of the gradient is that of ``part``, examples and weights, if given.
     """
-    dtype = tree.scalar_dtype(params)
-
-    def mean_loss(batch: PyTree, weights: Array, total: Any) -> Loss:
-        if total is None:
-            total = jnp.maximum(jnp.sum(weights), 1)
-
-        def loss(p: PyTree) -> tuple[Array, Array]:
-            values = losses(p, batch).astype(dtype)
-            check_part(values.shape, weights.shape)
-            mean = jnp.sum(weights.astype(dtype) * values)
-            return mean / jnp.asarray(total).astype(dtype), values
-
-        return loss
-
+    mean_loss = partial(_mean_loss, losses, tree.scalar_dtype(params))
     loss = mean_loss(batch, weights, total)
     displacement = _displacement(params, previous) if handed is None else handed
     tangent = tree.cast_like(displacement, params)
@@ -202,8 +258,7 @@ def _look(
         values, gradient, change = transport(loss, params, previous, tangent)
     else:
         (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-        some = mean_loss(*part, total=None)
-        _, _, change = transport(some, params, previous, tangent)
+        _, _, change = transport(mean_loss(*part), params, previous, tangent)
     gradient, change = tree.widen(gradient), tree.widen(change)
     along_change, along_gradient, square = tree.dots(
         (change, displacement), (gradient, displacement), (displacement, displacement)
@@ -212,6 +267,33 @@ def _look(
     unit = jnp.where(length > 0, length, 1)
     slope, curvature = (along_change - along_gradient) / unit, along_change / unit
     return Look(gradient, change, slope, curvature / unit, length), values
+
+
+def _mean_loss(losses, dtype, batch, weights, total: Any = None) -> Loss:
+    """The mean loss by weight, or by ``total``, and every example's."""
+    if total is None:
+        total = jnp.maximum(jnp.sum(weights), 1)
+
+    def loss(p: PyTree) -> tuple[Array, Array]:
+        values = losses(p, batch).astype(dtype)
+        check_part(values.shape, weights.shape)
+        mean = jnp.sum(weights.astype(dtype) * values)
+        return mean / jnp.asarray(total).astype(dtype), values
+
+    return loss
+
+
+def _follow(losses, params, previous, seen: Look, batch, weights) -> Look:
+    """What was seen, and the change of the gradient since ``previous``."""
+    loss = _mean_loss(losses, tree.scalar_dtype(params), batch, weights)
+    before = jax.grad(lambda p: loss(p)[0])(previous)
+    change = tree.subtract(seen.gradient, tree.widen(before))
+    along = tree.dot(change, _displacement(params, previous))
+    unit = jnp.where(seen.length > 0, seen.length, 1)
+    along = along / unit
+    return seen._replace(
+        change=change, slope=seen.slope + along, curvature=along / unit
+    )
 
 
 def _displacement(params: PyTree, previous: PyTree) -> PyTree:

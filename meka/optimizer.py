@@ -19,7 +19,7 @@ from meka.gaussian import (
 )
 from meka.improvement import ImprovementModel, Rule, probability_of_improvement
 from meka.lasting import look_along, unlearn
-from meka.observation import Observation
+from meka.observation import Closer, Observation, settle
 from meka.overshoot import ends, forget, second_thoughts
 from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
@@ -88,10 +88,12 @@ def scale_by_meka(
         *,
         observation: Observation | None = None,
         probe: Callable[[Scene], Probe] | None = None,
+        closer: Closer | None = None,
         **extra: object,
     ) -> tuple[PyTree, State]:
         del updates, extra
         observation, probe, params = _require(observation, probe, params)
+        observation = settle(observation, closer)
         _check_structure(state, observation)
         displacement = tree.subtract(
             tree.widen(params), tree.widen(state.previous_params)

@@ -8,7 +8,7 @@ import optax
 
 from meka import tree
 from meka.checks import check_wrappers
-from meka.observation import Losses, observe
+from meka.observation import Losses, glance
 from meka.probe import ProbeFunction, current, curve
 from meka.state import Info, find_state, replace_info
 from meka.transport import Transport, hessian_at_current
@@ -128,7 +128,7 @@ class Stepper:
         move = self.transport or getattr(optimizer, "transport", hessian_at_current)
         look = self.probe or getattr(optimizer, "probe", current)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
-        observation = observe(
+        observation, closer = glance(
             self.losses,
             params,
             own.previous_params,
@@ -157,6 +157,7 @@ class Stepper:
             value=observation.value.mean,
             observation=observation,
             probe=lambda scene: look(scene, along),
+            closer=closer,
         )
         return _keep_sound(params, state, updates, new_state)
 
@@ -168,8 +169,8 @@ def _is_diagonal(params: PyTree, state: PyTree) -> bool:
 def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:
     """Apply the updates, or nothing at all if the step or its result is not finite."""
     info = find_state(new_state).info
-    # Times one, which the compiler cannot know: it makes the sum here and again where it
-    # is stored, and does not store it twice.
+    # Times one, which the compiler cannot know: it then makes the sum here and where it
+    # is stored, instead of storing it twice.
     trial = optax.apply_updates(params, tree.scale(info.accepted, updates))
     sound = info.accepted & tree.is_finite(trial)
     before = find_state(state).info

@@ -45,22 +45,10 @@ def difference(
     return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
 
 
-def difference_where(
-    follow: Array | bool,
-    loss: Loss,
-    params: PyTree,
-    previous: PyTree,
-    displacement: PyTree,
+def gradient_alone(
+    loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """`difference` where it is asked for, and zero elsewhere."""
-    del displacement
+    """No look at the change, which is taken to be zero."""
+    del previous, displacement
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-
-    def change() -> PyTree:
-        before = jax.grad(lambda p: loss(p)[0])(previous)
-        return tree.subtract(tree.widen(gradient), tree.widen(before))
-
-    nothing = jax.tree.map(jnp.zeros_like, tree.widen(gradient))
-    if follow is False:
-        return values, gradient, nothing
-    return values, gradient, jax.lax.cond(follow, change, lambda: nothing)
+    return values, gradient, jax.tree.map(jnp.zeros_like, gradient)

@@ -243,6 +243,46 @@ def test_every_transport_can_be_followed_or_not():
     assert always.followed
 
 
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_closer_look_sees_what_is_seen_without_a_choice(x64, measure):
+    """Known at run time or when it is compiled: the same numbers, means and noise."""
+    start, previous = jnp.full(SIZE, 2.0), jnp.linspace(1.9, 2.1, SIZE)
+    look = partial(
+        meka.observe, sharp, start, previous, steep(KEY), transport=meka.difference
+    )
+    chosen = jax.jit(lambda *yes: look(measure=yes[0], follow=yes[1]))
+    found = chosen(measure, True)
+    expected = jax.jit(lambda measure: look(measure=measure, follow=True))(measure)
+    assert bool(found.measured) is measure
+    assert np.all(np.asarray(found.path.curvature.mean) > 0)
+    assert bool(found.gradient.variance > 0) is measure
+    for one, other in zip(found, expected, strict=True):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10), one, other)
+    # Without it no noise is known either, and it says so.
+    glanced = chosen(measure, False)
+    assert not glanced.measured
+    assert not glanced.followed
+    np.testing.assert_array_equal(glanced.gradient.mean, expected.gradient.mean)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (meka.auto(50), {}),
+        (meka.meka(lasting=True), {"transport": meka.difference}),
+        (meka.meka(), {}),
+    ],
+)
+def test_a_step_chooses_once(optimizer, options):
+    """On a GPU the host waits for each choice. Noise is measured inside of the other,
+    and so is what is done with the change of the gradient."""
+    step = meka.make_step(losses, optimizer, **options)
+    params = jnp.zeros(SIZE)
+    program = jax.make_jaxpr(step)(params, optimizer.init(params), draw(KEY))
+    names = [equation.primitive.name for equation in program.eqns]
+    assert names.count("cond") == 1
+
+
 def test_it_is_observed_as_it_wants_to_be():
     """Differences, the lagged probe and noise at every sixteenth step."""
     default = run(meka.auto(50), 10)[1][0]
