@@ -117,10 +117,7 @@ def auto(total_steps: int | None = None) -> Automatic:
                     lambda: watched(look())._replace(previous_params=()),
                     lambda: _glance(state.filter, known)._replace(previous_params=()),
                 )
-            before = tree.select(
-                seen.info.accepted, params, state.filter.previous_params
-            )
-            seen = seen._replace(previous_params=before)
+            seen = seen._replace(previous_params=tree.cast_like(params, params))
         assert observation is not None  # or the filter would have refused
         assert params is not None
         rate = _stretch(state.scale, search)
@@ -135,9 +132,8 @@ def auto(total_steps: int | None = None) -> Automatic:
             rate,
             growth,
         )
-        finite = jnp.isfinite(scale.won)
-        seen = tree.select(finite, seen, refused(state.filter, observation))
-        accepted = seen.info.accepted
+        accepted = seen.info.accepted & jnp.isfinite(scale.won)
+        seen = tree.select(accepted, seen, refused(state.filter, observation))
         steps = jax.tree.map(lambda u: jnp.where(accepted, u, 0), steps)
         seen = seen._replace(info=_as_taken(seen, steps))
         average = state.average
@@ -160,7 +156,8 @@ def _glance(state: State, observation: Observation) -> State:
     """The state after a step at which only value and gradient were looked at.
 
     The belief about the gradient is what the minibatch says, and the value is moved by
-    the slope along the step as these examples see it. Of the rest the last is kept.
+    the slope along the step as these examples see it. Of the rest the last is kept. If
+    the step is not to be accepted, it says so, and nothing else that counts.
     """
     path, gradient = observation.path, observation.gradient.mean
     curvature = state.held.curvature
@@ -189,9 +186,9 @@ def _glance(state: State, observation: Observation) -> State:
         curvature=curvature * norm * norm,
         displacement_norm=path.length,
         suspect=jnp.full((), -1, jnp.int32),
-        accepted=jnp.ones((), bool),
+        accepted=sound,
     )
-    new = state._replace(
+    return state._replace(
         count=state.count + 1,
         value=value,
         value_noise=value_noise,
@@ -199,7 +196,6 @@ def _glance(state: State, observation: Observation) -> State:
         direction_norm=norm,
         info=info,
     )
-    return tree.select(sound, new, refused(state, observation))
 
 
 def _as_taken(state: State, updates: PyTree) -> Info:
