@@ -10,11 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from meka.lab import history
 from meka.lab.scorecard import __main__ as plain_command
-from meka.lab.scorecard import records, runner
+from meka.lab.scorecard import records, runner, steptime
 from meka.lab.scorecard.plan import plan
 
 ROOT = Path(__file__).parents[1]
@@ -171,3 +172,20 @@ def test_a_run_that_kills_its_worker_is_named_and_the_others_are_made(tmp_path):
     assert [run.key for run in broken] == [runs[0].key]
     assert any("see" in line and "dog" in line for line in said)
     assert (records.folder(tmp_path, runs[1]) / records.RECORD).exists()
+
+
+def test_what_is_timed_is_a_run_and_not_the_same_batches_over_and_over():
+    """From its first quarter to its end, and then again from there."""
+    seen = []
+
+    class Fake:
+        def advance(self, carry, start, length):
+            seen.append((start, int(carry)))
+            return carry + length, {}
+
+    course = steptime._Course(Fake(), jnp.int32(100), steps=100, length=24)
+    carry = jnp.int32(100)
+    for _ in range(7):
+        carry = course(carry, None)
+    once = [(25, 100), (49, 124), (73, 148)]
+    assert seen == [*once, *once, once[0]]

@@ -270,9 +270,15 @@ class Loop:
 
         Ends early after a step that was rejected and no loss says why.
         """
+        alone = len(self.seeds) == 1
+        if alone:  # the axis of seeds stays outside: inside it costs a copy a leaf
+            carry = jax.tree.map(lambda x: x[0], carry)
 
         def take(k: jax.Array, carry: Carry) -> tuple[Carry, dict]:
-            return self._step(carry, data, indices[k], keys, first + k)
+            if not alone:
+                return self._step(carry, data, indices[k], keys, first + k)
+            carry, info = self._one(carry, data, indices[k, 0], keys[0], first + k)
+            return carry, jax.tree.map(jnp.asarray, info)
 
         def goes_on(now: tuple) -> jax.Array:
             _, _, k, sound = now
@@ -289,7 +295,11 @@ class Loop:
         shapes = jax.eval_shape(lambda now: _sheets(take(zero, now)[1]), carry)
         sheets = jax.tree.map(lambda s: jnp.zeros((CHUNK, *s.shape), s.dtype), shapes)
         now = (carry, sheets, zero, jnp.ones((), bool))
-        return jax.lax.while_loop(goes_on, body, now)[:3]
+        carry, sheets, taken, _ = jax.lax.while_loop(goes_on, body, now)
+        if alone:
+            carry = jax.tree.map(lambda x: x[None], carry)
+            sheets = jax.tree.map(lambda x: x[..., None], sheets)
+        return carry, sheets, taken
 
     def _indices(self, start: int, length: int) -> np.ndarray:
         """Rows of the data for each step and seed: every epoch a fresh shuffle."""
