@@ -298,7 +298,7 @@ class Loop:
         carry, sheets, taken, _ = jax.lax.while_loop(goes_on, body, now)
         if alone:
             carry = jax.tree.map(lambda x: x[None], carry)
-            sheets = jax.tree.map(lambda x: x[..., None], sheets)
+            sheets = jax.tree.map(lambda x: x[:, :, None], sheets)
         return carry, sheets, taken
 
     def _indices(self, start: int, length: int) -> np.ndarray:
