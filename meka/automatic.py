@@ -9,7 +9,7 @@ import optax
 
 from meka import distance, tree
 from meka.gaussian import Gaussian, Moments
-from meka.improvement import constant
+from meka.improvement import ImprovementModel
 from meka.observation import Closer, Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
 from meka.probe import Probe, Scene, lagged
@@ -28,6 +28,15 @@ _DECADES, _SHARE, _WITHOUT_END = 4, 0.1, 200
 # rises to that, if it is more than D and not more than tenfold. It falls in the second
 # half of the run.
 _RELATIVE, _STRETCH, _DECAY = 0.05, 10, 0.5
+# What `Info` says of the step, and the filter does not know.
+_OF_THE_STEP = (
+    "step_size",
+    "slope",
+    "curvature",
+    "model",
+    "improvement_probability",
+    "predicted_change",
+)
 _AVERAGING = 8  # polynomial-decay averaging (Shamir and Zhang 2013): the last tenth
 
 
@@ -71,7 +80,7 @@ def auto(total_steps: int | None = None) -> Automatic:
     if total_steps is not None and total_steps < 1:
         raise ValueError(f"total_steps={total_steps}: must be at least 1, or None")
     inner = scale_by_meka(
-        constant(0.0),  # it is asked what it sees, not how far to go
+        None,  # it is asked what it sees, not how far to go
         value_decay=_VALUE_DECAY,
         noise_decay=_NOISE_DECAY,
         lasting=True,
@@ -114,8 +123,8 @@ def auto(total_steps: int | None = None) -> Automatic:
                 # Only what the branches do not share comes out of the choice.
                 seen = jax.lax.cond(
                     closer.wanted,
-                    lambda: watched(look())._replace(previous_params=()),
-                    lambda: _glance(state.filter, known)._replace(previous_params=()),
+                    lambda: _but_for_the_step(watched(look())),
+                    lambda: _but_for_the_step(_glance(state.filter, known)),
                 )
             seen = seen._replace(previous_params=tree.cast_like(params, params))
         assert observation is not None  # or the filter would have refused
@@ -133,9 +142,10 @@ def auto(total_steps: int | None = None) -> Automatic:
             growth,
         )
         accepted = seen.info.accepted & jnp.isfinite(scale.won)
-        seen = tree.select(accepted, seen, refused(state.filter, observation))
         steps = jax.tree.map(lambda u: jnp.where(accepted, u, 0), steps)
-        seen = seen._replace(info=_as_taken(seen, steps))
+        taken = _as_taken(seen, steps, state.filter.info.model)
+        seen = seen._replace(info=taken._replace(accepted=accepted))
+        seen = tree.select(accepted, seen, refused(state.filter, observation))
         average = state.average
         if total_steps is None:
             average = _average(average, params, steps, state.scale.count)
@@ -182,8 +192,6 @@ def _glance(state: State, observation: Observation) -> State:
         model_error=model_error,
         innovation=innovation,
         gradient_variance=noise,
-        slope=norm * norm,
-        curvature=curvature * norm * norm,
         displacement_norm=path.length,
         suspect=jnp.full((), -1, jnp.int32),
         accepted=sound,
@@ -193,16 +201,22 @@ def _glance(state: State, observation: Observation) -> State:
         value=value,
         value_noise=value_noise,
         gradient=Gaussian(gradient, noise),
-        direction_norm=norm,
         info=info,
     )
 
 
-def _as_taken(state: State, updates: PyTree) -> Info:
-    """What the filter tells, of the step that is taken instead of its own.
+def _but_for_the_step(state: State) -> State:
+    """What the filter knows, without what `_as_taken` tells of the step."""
+    nothing = dict.fromkeys(_OF_THE_STEP, ())
+    return state._replace(previous_params=(), info=state.info._replace(**nothing))
 
-    Its model is of that step and of now, not an average: the slope is what the belief
-    about the gradient says along it, the curvature what it last was along a step.
+
+def _as_taken(state: State, updates: PyTree, last: ImprovementModel) -> Info:
+    """What the filter tells, and what is to be expected of the step that is taken.
+
+    The model is of that step and of now, not an average: the slope is what the belief
+    about the gradient says along it, the curvature what it last was along a step. If
+    there is no step, it is the ``last``.
     """
     info = state.info
     norm = info.direction_norm
@@ -211,7 +225,7 @@ def _as_taken(state: State, updates: PyTree) -> Info:
     step_size = jnp.where(moves, jnp.sqrt(square) / jnp.where(moves, norm, 1), 0)
     _, spread = state.held.path.mean
     squared = norm * norm
-    model = info.model._replace(
+    model = last._replace(
         slope=-rise / jnp.where(moves, step_size, 1),
         curvature=state.held.curvature * squared,
         value_variance=info.value_variance,
@@ -219,7 +233,7 @@ def _as_taken(state: State, updates: PyTree) -> Info:
         curvature_variance=spread * squared * squared,
         step=state.count - 1,
     )
-    model = tree.select(moves, model, info.model)
+    model = tree.select(moves, model, last)
     return info._replace(
         step_size=step_size,
         slope=model.slope,

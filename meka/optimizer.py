@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
-from meka.average import Average
+from meka.choice import choose, third_order_term
 from meka.direction import Direction, adam_style, steepest
 from meka.gaussian import (
     Gaussian,
@@ -17,7 +17,7 @@ from meka.gaussian import (
     predict,
     quadratic_form,
 )
-from meka.improvement import ImprovementModel, Rule, probability_of_improvement
+from meka.improvement import Rule, probability_of_improvement
 from meka.lasting import look_along, unlearn
 from meka.observation import Closer, Observation, settle
 from meka.overshoot import ends, forget, second_thoughts
@@ -25,14 +25,12 @@ from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
 
-_FARTHER = 10.0  # than any step so far at most, where curvature does not say how far
-
 # Of the average, over measurements, of noise that is not measured at every step.
 _HELD_DECAY = 0.9
 
 
 def scale_by_meka(
-    rule: Rule = probability_of_improvement,
+    rule: Rule | None = probability_of_improvement,
     direction: Direction = steepest,
     *,
     value_decay: float = 0.999,
@@ -50,7 +48,8 @@ def scale_by_meka(
     displacement it models is the one that was really applied to the parameters.
 
     Args:
-      rule: the step size from the improvement model.
+      rule: the step size from the improvement model; None for no step at all, by
+        whoever only wants to know what the filter sees.
       direction: the direction from the belief about the gradient.
       value_decay: decay of the average of r, the noise of the loss (β_r).
       noise_decay: decay of the average of Σ, the noise of the gradient (β_Σ).
@@ -78,7 +77,11 @@ def scale_by_meka(
 
     def init(params: PyTree) -> State:
         return initial_state(
-            params, diagonal=diagonal, prior_variance=prior_variance, lasting=lasting
+            params,
+            diagonal=diagonal,
+            prior_variance=prior_variance,
+            lasting=lasting,
+            steps=rule is not None,
         )
 
     def update(
@@ -158,36 +161,45 @@ def scale_by_meka(
         )
         heading_norm = jnp.sqrt(square)
 
-        # Probe.
-        scene = Scene(
-            heading,
-            Moments(-descent, quadratic_form(gradient.variance, heading, square)),
-            observation,
-            state.direction_norm,
-            _per_square(slope_variance, path.length),
-        )
-        seen = second_thoughts(probe(scene), last, scene, heading_norm)
-        sixth = _third_order(third_order, model_error, path.length, heading_norm)
-        longest = jnp.maximum(state.longest, path.length)
-        average, model = _average_model(
-            state,
-            seen,
-            scene,
-            value,
-            sixth,
-            heading_norm,
-            longest,
-            model_decay,
-            last.overshot,
-        )
-
-        # Step.
-        step_size = rule(model).astype(heading_norm.dtype)
+        # Probe, and step.
+        steps, told = state.steps, {}
+        if rule is None:
+            step_size = jnp.zeros_like(heading_norm)
+        else:
+            scene = Scene(
+                heading,
+                Moments(-descent, quadratic_form(gradient.variance, heading, square)),
+                observation,
+                steps.direction_norm,
+                _per_square(slope_variance, path.length),
+            )
+            seen = second_thoughts(probe(scene), last, scene, heading_norm)
+            step_size, model, steps = choose(
+                rule,
+                steps,
+                scene,
+                seen,
+                norm=heading_norm,
+                value_variance=value.variance,
+                third_order=third_order_term(
+                    third_order, model_error, path.length, heading_norm
+                ),
+                count=state.count,
+                decay=model_decay,
+                restart=last.overshot,
+            )
+            told = {
+                "slope": seen.slope,
+                "curvature": seen.curvature,
+                "model": model,
+                "improvement_probability": model.probability(step_size),
+                "predicted_change": model.mean(step_size),
+            }
         scalars = {
             "gradient_norm": jnp.sqrt(gradient_square),
             **_spreads(g, gradient, change, predicted, surprise_square),
         }
-        info = Info(
+        info = state.info._replace(
             step_size=step_size,
             gain=average_variance(gain, gradient.mean),
             value=value.mean,
@@ -196,14 +208,9 @@ def scale_by_meka(
             observed_variance=y.variance,
             model_error=model_error,
             innovation=innovation,
-            slope=seen.slope,
-            curvature=seen.curvature,
-            model=model,
-            improvement_probability=model.probability(step_size),
-            predicted_change=model.mean(step_size),
             direction_norm=heading_norm,
             displacement_norm=path.length,
-            noise_scale=_ratio(
+            noise_scale=tree.ratio(
                 observation.count
                 * scalars["gradient_noise"]
                 * tree.size(gradient.mean),
@@ -211,9 +218,9 @@ def scale_by_meka(
             ),
             suspect=jnp.full((), -1, jnp.int32),
             accepted=jnp.ones((), bool),
-            rejected=state.info.rejected,
             overshot=state.info.overshot + last.overshot.astype(jnp.int32),
             **scalars,
+            **told,
         )
         new = State(
             count=state.count + 1,
@@ -223,11 +230,8 @@ def scale_by_meka(
             value_noise=value_noise,
             gradient_noise=gradient_noise,
             lasting=errors,
-            model=average,
-            direction_norm=heading_norm,
             held=held,
-            measuring_length=state.measuring_length,
-            longest=longest,
+            steps=steps,
             info=info,
         )
         accepted = _sound(info, observation, step_size * heading_norm)
@@ -269,78 +273,7 @@ def filter_value(
     model_error = jnp.maximum(surprise - expected, 0)
     moved = predict(belief, Moments(rise, spread + model_error))
     value, _ = correct(moved, y)
-    return value, model_error, _ratio(surprise, expected)
-
-
-def _average_model(
-    state: State,
-    seen: Probe,
-    scene: Scene,
-    value: Gaussian,
-    third_order: Array,
-    heading_norm: Array,
-    longest: Array,
-    decay: float,
-    restart: Array,
-) -> tuple[Average, ImprovementModel]:
-    """Average the improvement model over time, and fill what was not seen.
-
-    Where nothing moved there is nothing lagged to see: the slope is then the
-    filter's along the new direction, and the curvature what it was, for a direction
-    as long as the new one. Where nothing tells how far to go the model is a parabola:
-
-    | curvature | minimum |
-    |-----------|---------|
-    | none seen yet, or none at all and every loss the same | the measuring length |
-    | negative, or less than a tenth of its average size, as both signs were seen; \
-it leads farther than ten times the longest step so far, and no third order bounds it \
-| ten times that step |
-    """
-    norm = heading_norm
-    if seen.seen is not True:
-        norm = jnp.where(restart, heading_norm, scene.last_norm)
-    fresh = ImprovementModel(
-        seen.slope,
-        seen.curvature,
-        value.variance,
-        seen.slope_variance,
-        seen.curvature_variance,
-        third_order,
-        (),
-    )
-    sizes = jnp.abs(seen.curvature), norm * norm
-    average = state.model.add((fresh, sizes), decay, seen.seen, restart)
-    model, (size, square) = average.mean
-    if seen.seen is not True:
-        longer = _ratio(heading_norm * heading_norm, square)
-        unseen = model._replace(
-            slope=scene.slope.mean,
-            curvature=model.curvature * longer,
-            value_variance=value.variance,
-            slope_variance=scene.slope.variance,
-            curvature_variance=model.curvature_variance * longer * longer,
-        )
-        now = jnp.asarray(seen.seen)
-        model, size = tree.select(now, (model, size), (unseen, size * longer))
-    blank = average.empty | ((model.curvature == 0) & (model.value_variance == 0))
-    farthest = jnp.where(longest > 0, _FARTHER * longest, jnp.inf)
-    length = jnp.where(blank, state.measuring_length, farthest)
-    bend = model.slope * heading_norm / length
-    unclear = (model.curvature < size / _FARTHER) & (model.third_order == 0)
-    lost = blank | (unclear & (jnp.abs(model.curvature) < bend))
-    model = model._replace(curvature=jnp.where(lost, bend, model.curvature))
-    return average, model._replace(step=state.count)
-
-
-def _third_order(floor, model_error, length, heading_norm) -> Array:
-    """λ|d|⁶ with λ = model_error/|δ|⁶ (App. B.2); nothing is inferred from δ = 0."""
-    if floor is None:
-        return jnp.zeros_like(model_error)
-    largest = jnp.finfo(model_error.dtype).max
-    ratio = jnp.where(length > 0, heading_norm / jnp.where(length > 0, length, 1), 0)
-    inferred = jnp.where(model_error > 0, jnp.sqrt(model_error) * ratio**3, 0)
-    least = jnp.sqrt(jnp.asarray(floor, ratio.dtype)) * heading_norm**3
-    return jnp.minimum(jnp.maximum(inferred, least) ** 2, largest)
+    return value, model_error, tree.ratio(surprise, expected)
 
 
 def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
@@ -389,7 +322,7 @@ def _spreads(
         "gradient_variance": average_variance(gradient.variance, gradient.mean),
         "gradient_noise": noise,
         "change_noise": average_variance(change.variance, gradient.mean),
-        "gradient_innovation": _ratio(surprise / tree.size(g.mean), prior + noise),
+        "gradient_innovation": tree.ratio(surprise / tree.size(g.mean), prior + noise),
     }
 
 
@@ -429,13 +362,6 @@ def _accept(accepted, heading, step_size, new, old, observation, params):
 def _finite(variance: PyTree) -> PyTree:
     """Zero for the infinite prior, which no displacement has met yet."""
     return jax.tree.map(lambda v: jnp.where(jnp.isinf(v), 0, v), variance)
-
-
-def _ratio(a: Array, b: Array) -> Array:
-    """a / b, zero where b is zero, finite where it would overflow."""
-    usable = (b > 0) & jnp.isfinite(b)
-    ratio = jnp.where(usable, a / jnp.where(usable, b, 1), 0)
-    return jnp.minimum(ratio, jnp.finfo(ratio.dtype).max)
 
 
 def _per_square(a: Array, length: Array) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from meka import tree
 from meka.average import Average
 from meka.checks import check_params
+from meka.choice import Steps, no_steps
 from meka.gaussian import Gaussian
 from meka.improvement import ImprovementModel
 from meka.lasting import Lasting, begin
@@ -68,15 +69,17 @@ class State(NamedTuple):
     gradient_noise: Average
     lasting: Lasting | tuple[()]
     held: Held
-    model: Average  # and the sizes of its curvature and of its direction, squared
-    direction_norm: Array
-    measuring_length: Array
-    longest: Array  # length of the longest step so far
+    steps: Steps | tuple[()]
     info: Info
 
 
 def initial_state(
-    params: PyTree, *, diagonal: bool, prior_variance: float, lasting: bool = False
+    params: PyTree,
+    *,
+    diagonal: bool,
+    prior_variance: float,
+    lasting: bool = False,
+    steps: bool = True,
 ) -> State:
     """The state before the first step; infinite prior variance knows nothing."""
     # optax itself asks for the state of no parameters, as in optax.tree.map_params.
@@ -112,10 +115,7 @@ def initial_state(
         gradient_noise=Average.like(noise),
         lasting=begin(zero) if lasting else (),
         held=Held(zero, Average.like((zero, zero)), zero),
-        model=Average.like((empty, (zero, zero))),
-        direction_norm=zero,
-        measuring_length=length.astype(dtype),
-        longest=zero,
+        steps=no_steps(zero, length.astype(dtype)) if steps else (),
         info=info,
     )
     # Every leaf a buffer of its own, so that parameters and state can be donated.

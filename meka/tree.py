@@ -153,6 +153,13 @@ def is_finite(tree: PyTree) -> Array:
     return jnp.all(jnp.stack([x + y == 0 for x, y in sums]))
 
 
+def ratio(a: Array, b: Array) -> Array:
+    """``a / b``, zero where b is zero, finite where it would overflow."""
+    usable = (b > 0) & jnp.isfinite(b)
+    found = jnp.where(usable, a / jnp.where(usable, b, 1), 0)
+    return jnp.minimum(found, jnp.finfo(found.dtype).max)
+
+
 def same_structure(a: PyTree, b: PyTree) -> bool:
     """Whether two trees have one structure and equal leaf shapes."""
     if jax.tree.structure(a) != jax.tree.structure(b):

@@ -349,3 +349,37 @@ def test_options_reach_both_optimizers():
         assert [float(x.ravel()[0]) for x in jax.tree.leaves(variance)] == [7, 7]
         with pytest.raises(TypeError, match="unexpected keyword"):
             make(learning_rate=0.1)
+
+
+def test_without_a_rule_it_sees_the_same_and_goes_nowhere():
+    """Along one path, moved by hand: the beliefs are those of a filter that steps."""
+    along = {
+        "steps": meka.scale_by_meka(meka.constant(0.1)),
+        "watches": meka.scale_by_meka(None),
+    }
+    params = start()
+    states = {name: optimizer.init(params) for name, optimizer in along.items()}
+    looks = jax.jit(
+        lambda params, before, batch: meka.observe(losses, params, before, batch)
+    )
+    for batch in batches(8):
+        before = meka.find_state(states["steps"]).previous_params
+        seen = looks(params, before, batch)
+        curve = meka.curve(losses, params, batch)
+        for name, optimizer in along.items():
+            steps, states[name] = optimizer.update(
+                seen.gradient.mean,
+                states[name],
+                params,
+                observation=seen,
+                probe=lambda scene, curve=curve: meka.current(scene, curve),
+            )
+            moves = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(steps))
+            assert (moves > 0) is (name == "steps")
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, seen.gradient.mean)
+    one, other = (meka.find_state(state) for state in states.values())
+    assert other.steps == ()
+    assert float(other.info.step_size) == 0
+    assert 0 < float(other.info.gain) < 1
+    for field in ("value", "gradient", "gradient_noise", "value_noise"):
+        assert bits(getattr(one, field)) == bits(getattr(other, field))
