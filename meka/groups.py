@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meka import moments
+from meka.convolutions import for_inside
 from meka.tree import Array, PyTree
 
 # Up to here groups are written out one by one.
@@ -122,7 +123,7 @@ def in_micro_batches(look, batch, weights, groups, micro_batches, diagonal):
 
         def piece(total, data):
             own, weight = data
-            one, values = look(own, weight)
+            one, values = for_inside(look)(own, weight)
             size = jnp.sum(weight)
             grown = jax.tree.map(lambda t, x: t + size.astype(x.dtype) * x, total, one)
             return grown, values
@@ -146,7 +147,7 @@ def _in_turn(look, data: tuple[PyTree, Array], diagonal: bool) -> tuple[Looks, A
     """What ``look`` finds in each part of the data, merged as they come."""
 
     def body(summary: Looks, part) -> tuple[Looks, Array]:
-        found, values = look(*part)
+        found, values = for_inside(look)(*part)
         return _merge(summary, found, diagonal), values
 
     shapes, _ = jax.eval_shape(look, *_first(data))

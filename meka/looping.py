@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meka.convolutions import for_inside
 from meka.observation import Losses
 from meka.probe import ProbeFunction
 from meka.state import Info, find_state
@@ -66,7 +67,7 @@ def in_turn(stepper: Stepper, carry, data) -> tuple[PyTree, PyTree, Info]:
     """Step by step: on a CPU a choice is free, and slow what is inside of it."""
 
     def one(carry, part):
-        params, state, info = stepper.step(*carry, *part)
+        params, state, info = for_inside(stepper.step)(*carry, *part)
         return (params, state), info
 
     carry, infos = jax.lax.scan(one, carry, data)

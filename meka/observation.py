@@ -22,6 +22,7 @@ from meka.checks import (
     check_previous,
     check_sample,
 )
+from meka.convolutions import for_inside
 from meka.gaussian import Moments
 from meka.groups import (
     Look,
@@ -215,7 +216,7 @@ def glance(
             return _no_scatters(params)
         return jax.lax.cond(
             measure,
-            lambda: _scatters(look, one_in((batch, weights), some), groups),
+            for_inside(lambda: _scatters(look, one_in((batch, weights), some), groups)),
             lambda: _no_scatters(params),
         )
 
@@ -237,7 +238,7 @@ def glance(
 
     def closer() -> Observation:
         apart = scatters()
-        more = _follow(losses, params, previous, whole, *given)
+        more = for_inside(partial(_follow, losses, params, previous, whole))(*given)
         return told(_around(more, shares, apart), values, measure)
 
     return seen, Closer(follow, closer)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from meka import moments, tree
 from meka.checks import check_batch, check_losses, check_sample
+from meka.convolutions import for_inside
 from meka.gaussian import Moments
 from meka.groups import one_in, share
 from meka.observation import Losses, Observation
@@ -139,5 +140,5 @@ def _per_example(losses, params, batch, tangent, micro_batches) -> tuple[Array, 
         lambda x: jnp.swapaxes(x.reshape(rows, micro_batches, *x.shape[1:]), 0, 1),
         batch,
     )
-    slopes, curvatures = jax.lax.map(both, parts)
+    slopes, curvatures = jax.lax.map(for_inside(both), parts)
     return slopes.T.ravel()[:count], curvatures.T.ravel()[:count]

@@ -42,7 +42,7 @@ def dots(*pairs: tuple[PyTree, PyTree]) -> list[Array]:
     left = [jax.tree.leaves(a) for a, _ in pairs]
     right = [jax.tree.leaves(b) for _, b in pairs]
     totals = [jnp.zeros((), dtype) for _ in pairs]
-    leaf_sums = _one_pass if _alone() else _contractions
+    leaf_sums = _one_pass if alone() else _contractions
     columns = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
     for number, (xs, ys) in enumerate(columns):
         sums = [s.astype(dtype) for s in leaf_sums(xs, ys)]
@@ -50,7 +50,8 @@ def dots(*pairs: tuple[PyTree, PyTree]) -> list[Array]:
     return totals
 
 
-def _alone() -> bool:
+def alone() -> bool:
+    """Whether there is one device, and that a CPU."""
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
@@ -143,7 +144,7 @@ def select(condition: Array, a: PyTree, b: PyTree) -> PyTree:
 
 def is_finite(tree: PyTree) -> Array:
     """Whether every coordinate is."""
-    if not _alone():
+    if not alone():
         finite = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
         return jnp.all(jnp.stack(jax.tree.leaves(finite)))
     # Zero times anything finite is zero, and sums are vector loops, if there are two:
