@@ -180,16 +180,45 @@ def test_seeds_together_are_the_seeds_alone(two_seeds, second_seed):
     assert not np.allclose(logs["loss"][:, 0], logs["loss"][:, 1])
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="scans everywhere else")
-def test_steps_one_by_one_are_the_scanned_steps(second_seed):
-    single = make("adameka", least_squares(scan=False), seed=1, average=True)
-    carry, logs = single.advance(single.start(), 0, 9)
-    carry, more = single.advance(carry, 9, 3)
-    scanned, scanned_logs = second_seed.advance(second_seed.start(), 0, 12)
-    agree(carry, scanned)
+def test_seeds_in_turn_are_the_seeds_together(two_seeds):
+    workload = least_squares(convolutional=True)
+    in_turn = make("adameka", workload, seeds=2, average=True)
+    carry, logs = in_turn.advance(in_turn.start(), 0, 9)
+    carry, more = in_turn.advance(carry, 9, 3)
+    together, expected = two_seeds.advance(two_seeds.start(), 0, 12)
+    agree(carry, together)
     joined = {name: np.concatenate([logs[name], more[name]]) for name in logs}
-    assert {x.shape for x in joined.values()} == {(12, 1)}
-    np.testing.assert_allclose(joined["loss"], scanned_logs["loss"], rtol=2e-4)
+    assert {x.shape for x in joined.values()} == {(12, 2)}
+    np.testing.assert_allclose(joined["loss"], expected["loss"], rtol=2e-4)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_convolutions_stay_fast_in_the_loop(seeds):
+    """On a lone CPU they have to be in the order of its fast kernel."""
+
+    def losses(params, batch):
+        numbers = ("NCHW", "OIHW", "NCHW")
+        found = jax.lax.conv_general_dilated(
+            batch[0], params, (1, 1), "SAME", dimension_numbers=numbers
+        )
+        return jnp.mean(jnp.tanh(found), (1, 2, 3)) - batch[1]
+
+    data = (np.ones((16, 2, 5, 5), np.float32), np.zeros(16, np.float32))
+    workload = Workload(
+        "images",
+        lambda key: jax.random.normal(key, (3, 2, 3, 3)),
+        losses,
+        4,
+        10,
+        data=Data(data, data),
+        convolutional=True,
+    )
+    loop = make("auto", workload, seeds=seeds)
+    given = loop._data, np.zeros((CHUNK, seeds, 4), np.int32), 0, 1, loop._keys
+    text = loop._run_chunk.lower(loop.start(), *given).compile().as_text() or ""
+    found = [line for line in text.splitlines() if " convolution(" in line]
+    assert found
+    assert all("dim_labels=b01f_01io->b01f" in line for line in found)
 
 
 def test_a_chunk_has_a_limit(second_seed):
@@ -243,11 +272,11 @@ def test_evaluation_is_the_mean_over_all_data():
 
 
 def test_seeds_evaluated_in_turn_are_as_those_evaluated_at_once():
-    workload = least_squares(2500, 100, correct=above)
+    workload = least_squares(1900, 2100, correct=above)
     params = make("sgd", workload, seeds=3).start().params
-    at_once = _Evaluator(workload, True, None)(params)
-    convolutional = dataclasses.replace(workload, scan=False)
-    in_turn = _Evaluator(convolutional, True, None)(params)
+    at_once = _Evaluator(workload, None)(params)
+    convolutional = dataclasses.replace(workload, convolutional=True)
+    in_turn = _Evaluator(convolutional, None)(params)
     assert at_once.keys() == in_turn.keys()
     for name, values in in_turn.items():
         np.testing.assert_allclose(values, at_once[name], rtol=1e-5)
@@ -255,7 +284,7 @@ def test_seeds_evaluated_in_turn_are_as_those_evaluated_at_once():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="all of it everywhere else")
 def test_where_convolutions_are_slow_a_part_of_the_training_data_is_evaluated():
-    workload = least_squares(4500, 2300, scan=False)
+    workload = least_squares(4500, 2300, convolutional=True)
     loop = make("sgd", workload)
     carry = loop.start()
     results = loop.evaluate(carry)[0]

@@ -298,12 +298,14 @@ def kinked(power: float):
 
 
 @pytest.mark.fault(1)
-@pytest.mark.parametrize(("power", "scan", "seeds"), [(0.5, True, 2), (1.5, False, 1)])
+@pytest.mark.parametrize(
+    ("power", "mapped", "seeds"), [(0.5, True, 2), (1.5, False, 1)]
+)
 def test_a_bad_gradient_or_product_names_its_example(
-    tmp_path, power, scan, seeds, tried
+    tmp_path, power, mapped, seeds, tried
 ):
     config = RunConfig("lines.py:workload", "meka", 24, seeds=seeds, max_rejected=1)
-    workload = dataclasses.replace(fitting(kinked(power)), scan=scan)
+    workload = dataclasses.replace(fitting(kinked(power)), convolutional=not mapped)
     with pytest.raises(
         TrainingStopped, match=rf"example {BAD_ROW} of the training data"
     ):

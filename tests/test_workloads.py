@@ -119,7 +119,7 @@ def test_cifar10_workloads(
     workload = workloads.load(name, "some-folder")
     assert folders == [("cifar10", "some-folder")]
     assert workload.steps == steps  # whole batches only
-    assert not workload.scan
+    assert workload.convolutional
     assert workload.classes == 10
     params = jax.eval_shape(workload.init, KEY)
     assert jax.eval_shape(workload.losses, params, batch).shape == (300,)

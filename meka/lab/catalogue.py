@@ -126,7 +126,7 @@ def _mnist_autoencoder(data_dir: Path | str | None) -> Workload:
         batch_size=64,
         steps=600,
         data=images,
-        scan=False,
+        convolutional=True,
     )
 
 
@@ -156,7 +156,7 @@ def _cifar10_cnn(data_dir: Path | str | None) -> Workload:
         data.load("cifar10", data_dir),
         epochs=12,
         augment=_crop_and_flip,
-        scan=False,
+        convolutional=True,
     )
 
 
@@ -170,7 +170,7 @@ def _cifar10_resnet32(data_dir: Path | str | None) -> Workload:
         data.load("cifar10", data_dir),
         epochs=6,
         augment=_crop_and_flip,
-        scan=False,
+        convolutional=True,
     )
 
 

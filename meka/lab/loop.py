@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meka.convolutions import for_inside
 from meka.lab import culprit
 from meka.lab.methods import Method
 from meka.lab.workloads import Workload, WorkloadError
@@ -81,20 +82,16 @@ class Loop:
                 f"{workload.name} has endless data: there is no full gradient for svrg "
                 "to take. Choose another optimizer."
             )
-        # On the CPU a convolution inside a scan loses XLA's fast kernel.
-        self._scan = workload.scan or jax.default_backend() != "cpu"
         self._keys = jnp.stack([jax.random.key(s) for s in self.seeds])
-        one = self._over_seeds()
-        self._step = one
+        self._step = self._over_seeds()
         self._run_chunk = jax.jit(self._chunk, donate_argnums=0)
-        self._run_step = jax.jit(one, donate_argnums=0)
         self._batch_of = jax.jit(self._batch)
         self._accepts = jax.jit(lambda *given: method.step(*given)[2]["accepted"])
         self._sum_gradient = jax.jit(
             jax.grad(lambda params, batch: jnp.sum(workload.losses(params, batch)))
         )
         self._evaluated = jax.jit(jax.vmap(method.evaluate))
-        self._evaluator = _Evaluator(workload, self._scan, eval_examples)
+        self._evaluator = _Evaluator(workload, eval_examples)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -151,23 +148,12 @@ class Loop:
     ) -> tuple[Carry, dict[str, np.ndarray]]:
         """Up to ``length`` steps; fewer if one is rejected and no loss says why."""
         indices = self._indices(start, length)
-        if self._scan:
-            padded = np.zeros((CHUNK, *indices.shape[1:]), np.int32)
-            padded[:length] = indices
-            carry, sheets, taken = self._run_chunk(
-                carry, self._data, padded, start, length, self._keys
-            )
-            return carry, _columns(sheets, int(taken))
-        logs = []
-        for k in range(length):
-            carry, info = self._run_step(
-                carry, self._data, indices[k], self._keys, jnp.int32(start + k)
-            )
-            logs.append(info)
-            # On the CPU, the only place where this path is taken, looking is cheap.
-            if _unexplained(info).any():
-                break
-        return carry, jax.tree.map(lambda *x: np.stack(list(map(np.asarray, x))), *logs)
+        padded = np.zeros((CHUNK, *indices.shape[1:]), np.int32)
+        padded[:length] = indices
+        carry, sheets, taken = self._run_chunk(
+            carry, self._data, padded, start, length, self._keys
+        )
+        return carry, _columns(sheets, int(taken))
 
     def _explain(self, carry: Carry, step: int, logs: dict) -> np.ndarray:
         """``suspect`` with the examples that spoiled the last of the logged steps."""
@@ -218,18 +204,16 @@ class Loop:
 
     def _over_seeds(self) -> Callable:
         """A step of all seeds: at once where that is fast and fits, else in turn."""
-        seeds, workload = len(self.seeds), self.workload
-        if seeds == 1 or not self._scan:
-            return _one_by_one(self._one, seeds)
-        shapes = jax.eval_shape(workload.init, self._keys[0])
+        shapes = jax.eval_shape(self.workload.init, self._keys[0])
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        fits = len(self.seeds) * size * _COPIES <= _TOGETHER
         # Mapped convolutions become grouped ones, several times slower.
-        if workload.scan and seeds * size * _COPIES <= _TOGETHER:
+        if fits and not self.workload.convolutional:
             return jax.vmap(self._one, (0, None, 0, 0, None))
 
         def in_turn(carry: Carry, data, indices, keys, number):
             def one(own):
-                return self._one(own[0], data, own[1], own[2], number)
+                return for_inside(self._one)(own[0], data, own[1], own[2], number)
 
             return jax.lax.map(one, (carry, indices, keys))
 
@@ -277,7 +261,8 @@ class Loop:
         def take(k: jax.Array, carry: Carry) -> tuple[Carry, dict]:
             if not alone:
                 return self._step(carry, data, indices[k], keys, first + k)
-            carry, info = self._one(carry, data, indices[k, 0], keys[0], first + k)
+            given = carry, data, indices[k, 0], keys[0], first + k
+            carry, info = for_inside(self._one)(*given)
             return carry, jax.tree.map(jnp.asarray, info)
 
         def goes_on(now: tuple) -> jax.Array:
@@ -347,11 +332,12 @@ def _columns(
 class _Evaluator:
     """Mean losses and accuracy over the data, a slice at a time, for stacked seeds."""
 
-    def __init__(self, workload: Workload, fast: bool, examples: int | None):
+    def __init__(self, workload: Workload, examples: int | None):
         self._workload = workload
         self._sets: dict[str, tuple[PyTree, int]] = {}
         if workload.data is not None:
-            most = None if fast else _EXAMPLES_ON_CPU
+            slow = workload.convolutional and jax.default_backend() == "cpu"
+            most = _EXAMPLES_ON_CPU if slow else None
             self._sets = {
                 "train": _some(workload.data.train, most, examples),
                 "test": _some(workload.data.test, None, examples),
@@ -362,10 +348,8 @@ class _Evaluator:
             sample = workload.draw(jax.random.key(_SAMPLE_SEED), _SLICE)
             self._sets = {"train": (sample, _SLICE)}
         # As for the steps: mapped convolutions are slow, so one seed after the other.
-        in_turn = fast and not workload.scan
-        self._sums = jax.jit(
-            self._in_turn if in_turn else jax.vmap(self._slice_sums, (0, None))
-        )
+        at_once = jax.vmap(self._slice_sums, (0, None))
+        self._sums = jax.jit(self._in_turn if workload.convolutional else at_once)
 
     def __call__(self, params: PyTree) -> dict[str, np.ndarray]:
         workload, results = self._workload, {}
@@ -382,7 +366,7 @@ class _Evaluator:
         return results
 
     def _in_turn(self, params: PyTree, batch: PyTree) -> dict[str, jax.Array]:
-        return jax.lax.map(lambda own: self._slice_sums(own, batch), params)
+        return jax.lax.map(lambda own: for_inside(self._slice_sums)(own, batch), params)
 
     def _slice_sums(self, params: PyTree, batch: PyTree) -> dict[str, jax.Array]:
         sums = {"loss": jnp.sum(self._workload.losses(params, batch))}
@@ -416,19 +400,6 @@ def _unexplained(logs: dict) -> Any:
     if "accepted" not in logs:
         return np.zeros(1, bool)
     return ~logs["accepted"] & (logs["suspect"] < 0)
-
-
-def _one_by_one(one: Callable, seeds: int) -> Callable:
-    """A step of each seed after the other, written out."""
-
-    def step(carry: Carry, data, indices, keys, number) -> tuple[Carry, dict]:
-        results = []
-        for k in range(seeds):
-            own = jax.tree.map(lambda x, k=k: x[k], carry)
-            results.append(one(own, data, indices[k], keys[k], number))
-        return jax.tree.map(lambda *x: jnp.stack(x), *results)
-
-    return step
 
 
 def _each_seed(function: Callable, seeds: int) -> Callable:

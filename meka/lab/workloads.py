@@ -58,8 +58,8 @@ class Workload:
     """(params, batch) -> whether each example is classified correctly, shape (n,)."""
     augment: Callable[[jax.Array, Any], Any] | None = None
     """(key, batch) -> batch, for training only, inside the compiled step."""
-    scan: bool = True
-    """False: convolutional; several steps in one `lax.scan` are slow on the CPU."""
+    convolutional: bool = False
+    """Whether seeds are to be trained in turn: mapped convolutions are slow."""
     classes: int | None = None
     """How many classes the labels of `data` number, if they do."""
 
@@ -102,7 +102,7 @@ def classifier(
     steps: int = 1000,
     classes: int = 10,
     augment: Callable[[jax.Array, Any], Any] | None = None,
-    scan: bool = True,
+    convolutional: bool = False,
 ) -> Workload:
     """Make a workload that trains an equinox model with the cross entropy.
 
@@ -136,7 +136,7 @@ def classifier(
         data=data,
         correct=correct,
         augment=augment,
-        scan=scan,
+        convolutional=convolutional,
         classes=classes,
     )
 

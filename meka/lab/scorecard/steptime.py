@@ -23,7 +23,7 @@ from typing import Any
 from meka.lab.config import RunConfig
 from meka.lab.scorecard.plan import BASE
 
-_LENGTH, _LENGTH_APART = 24, 8  # steps a call; the second where each is a call
+_LENGTH = 24  # steps a call
 _WARM = 4  # a fourth of the run is trained first: what a step costs may depend on it
 _ROUNDS = 30
 _COMPILERS = 8  # threads
@@ -51,8 +51,6 @@ def measure(order: Order) -> dict[str, Any]:
     from meka.lab.runfolder import environment
 
     workload = _on_device(workloads.load(order.workload, order.data_dir))
-    scan = workload.scan or jax.default_backend() != "cpu"
-    length = _LENGTH if scan else _LENGTH_APART
     names = [
         name
         for name in dict.fromkeys([BASE, *order.optimizers])
@@ -62,7 +60,7 @@ def measure(order: Order) -> dict[str, Any]:
     with ThreadPoolExecutor(_COMPILERS) as pool:
         loops = list(pool.map(lambda name: _begin(workload, order.steps, name), names))
     loops = [(loop, _warmed(loop, carry, order.steps)) for loop, carry in loops]
-    length = max(1, min(length, order.steps - order.steps // _WARM))
+    length = max(1, min(_LENGTH, order.steps - order.steps // _WARM))
     contestants = [
         timing.Contestant(
             name,
