@@ -29,17 +29,18 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 def for_inside(function: Callable[..., T]) -> Callable[..., T]:
     """The same function, to be called inside of a branch or a loop.
 
-    Without convolutions, or elsewhere than on a lone CPU, it is the function itself.
+    Elsewhere than on a lone CPU it is the function itself.
     """
     if not tree.alone():
         return function
 
     def ordered(*given: Any) -> T:
         program, shape = jax.make_jaxpr(function, return_shape=True)(*given)
-        if not any(_convolutions(program.jaxpr)):
-            return function(*given)
         leaves = jax.tree.leaves(given)
-        results = _run(program.jaxpr, program.consts, leaves)
+        if any(_convolutions(program.jaxpr)):
+            results = _run(program.jaxpr, program.consts, leaves)
+        else:
+            results = core.jaxpr_as_fun(program)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return ordered
