@@ -8,7 +8,7 @@ slow. That is what happens to most, since derivatives of a convolution are convo
 in another order, whatever the order of the model. So they are put into order here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -37,21 +37,13 @@ def for_inside(function: Callable[..., T]) -> Callable[..., T]:
     def ordered(*given: Any) -> T:
         program, shape = jax.make_jaxpr(function, return_shape=True)(*given)
         leaves = jax.tree.leaves(given)
-        if any(_convolutions(program.jaxpr)):
+        if any(map(_special, program.jaxpr.eqns)):
             results = _run(program.jaxpr, program.consts, leaves)
         else:
             results = core.jaxpr_as_fun(program)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return ordered
-
-
-def _convolutions(program: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    for equation in program.eqns:
-        if equation.primitive.name == _CONVOLUTION:
-            yield equation
-        elif (called := _called(equation)) is not None:
-            yield from _convolutions(called.jaxpr)
 
 
 def _called(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
@@ -111,7 +103,7 @@ def _special(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name == _CONVOLUTION:
         return True
     called = _called(equation)
-    return called is not None and any(_convolutions(called.jaxpr))
+    return called is not None and any(map(_special, called.jaxpr.eqns))
 
 
 def _in_order(equation: core.JaxprEqn, images: Array, kernel: Array) -> Array:
