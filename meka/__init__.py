@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from meka.optimizer import adameka, meka, scale_by_meka
     from meka.probe import Probe, Scene, current, curve, lagged
+    from meka.running import Reading, Run
     from meka.state import Info, State, find_state
     from meka.training import make_step
     from meka.transport import difference, hessian_at_current, hessian_at_previous
@@ -47,6 +48,8 @@ __all__ = [
     "Moments",
     "Observation",
     "Probe",
+    "Reading",
+    "Run",
     "Scene",
     "State",
     "adam_style",
@@ -89,6 +92,7 @@ _MODULES = (
     "observation",
     "optimizer",
     "probe",
+    "running",
     "state",
     "training",
     "transport",

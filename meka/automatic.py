@@ -5,13 +5,13 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from meka import distance, tree
 from meka.gaussian import Gaussian, Moments
 from meka.improvement import ImprovementModel
 from meka.observation import Closer, Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
+from meka.packing import Orderless
 from meka.probe import Probe, Scene, lagged
 from meka.state import Info, State
 from meka.transport import difference
@@ -48,7 +48,7 @@ class AutoState(NamedTuple):
     average: PyTree
 
 
-class Automatic(optax.GradientTransformationExtraArgs):
+class Automatic(Orderless):
     """An optimizer that says how it wants to be observed; `make_step` listens."""
 
     transport = staticmethod(difference)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from meka import tree
 from meka.average import Average
+from meka.gaussian import Moments
 from meka.improvement import ImprovementModel, Rule
 from meka.probe import Probe, Scene
 from meka.tree import Array
@@ -24,6 +25,7 @@ class Steps(NamedTuple):
     direction_norm: Array
     measuring_length: Array
     longest: Array  # length of the longest step so far
+    bend: Moments  # curvature as last seen, per unit of length
 
 
 class Choice(NamedTuple):
@@ -37,7 +39,8 @@ class Choice(NamedTuple):
 def no_steps(zero: Array, measuring_length: Array) -> Steps:
     """Before the first step."""
     empty = ImprovementModel(zero, zero, zero, zero, zero, zero, ())
-    return Steps(Average.like((empty, (zero, zero))), zero, measuring_length, zero)
+    average, bend = Average.like((empty, (zero, zero))), Moments(zero, zero)
+    return Steps(average, zero, measuring_length, zero, bend)
 
 
 def choose(
@@ -46,7 +49,6 @@ def choose(
     scene: Scene,
     seen: Probe,
     *,
-    norm: Array,
     value_variance: Array,
     third_order: Array,
     count: Array,
@@ -60,7 +62,6 @@ def choose(
       steps: the steps so far.
       scene: what is known of the direction.
       seen: what the probe saw.
-      norm: of the direction.
       value_variance: s, of the filtered loss.
       third_order: the term of App. B.2, or zero.
       count: the number of the step.
@@ -78,10 +79,20 @@ def choose(
         third_order,
         (),
     )
-    average, model = _average_model(steps, scene, seen, fresh, norm, decay, restart)
+    # The norm of the direction that was probed: the new one, but for a lagged look.
+    norm = probed = scene.norm
+    if seen.seen is not True:
+        probed = jnp.where(restart, norm, scene.last_norm)
+    average, model = _average_model(steps, scene, seen, fresh, probed, decay, restart)
     model = model._replace(step=count)
-    step_size = rule(model).astype(norm.dtype)
-    return Choice(step_size, model, steps._replace(model=average, direction_norm=norm))
+    bend = tree.per_square(seen.curvature, probed)
+    spread = tree.per_square(seen.curvature_variance, probed)
+    steps = steps._replace(
+        model=average,
+        direction_norm=norm,
+        bend=Moments(bend, tree.per_square(spread, probed)),
+    )
+    return Choice(rule(model).astype(norm.dtype), model, steps)
 
 
 def _average_model(
@@ -89,7 +100,7 @@ def _average_model(
     scene: Scene,
     seen: Probe,
     fresh: ImprovementModel,
-    norm: Array,
+    probed: Array,
     decay: float,
     restart: Array,
 ) -> tuple[Average, ImprovementModel]:
@@ -106,9 +117,7 @@ def _average_model(
 it leads farther than ten times the longest step so far, and no third order bounds it \
 | ten times that step |
     """
-    probed = norm
-    if seen.seen is not True:
-        probed = jnp.where(restart, norm, scene.last_norm)
+    norm = scene.norm
     sizes = jnp.abs(seen.curvature), probed * probed
     average = steps.model.add((fresh, sizes), decay, seen.seen, restart)
     model, (size, square) = average.mean

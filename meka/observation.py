@@ -28,12 +28,14 @@ from meka.groups import (
     Look,
     Looks,
     all_groups,
+    but_one_in,
     deal,
     fill,
     in_micro_batches,
     one_in,
     share,
     summarise,
+    together,
 )
 from meka.transport import (
     Loss,
@@ -223,10 +225,11 @@ def glance(
     given = jax.tree.map(lambda x: x[:count], (batch, weights))
     if follow is True:
         # First, while nothing else of the parameters' size is needed.
-        apart, part = scatters(), None
-        if (fewer := share(sample, count, mask)) > 1:
-            part = one_in(given, fewer)
-        whole, values = look(*given, part=part)
+        apart = scatters()
+        if measure is not False:
+            apart, given = jax.lax.optimization_barrier((apart, given))
+        fewer = share(sample, count, mask)
+        whole, values = look(*given, fewer=fewer)
         seen = told(_around(whole, shares, apart), values, measure)
         return _on_fewer(seen, fewer), None
 
@@ -245,21 +248,27 @@ def glance(
 
 
 def _look(
-    losses, transport, params, previous, handed, batch, weights, total=None, part=None
+    losses, transport, params, previous, handed, batch, weights, total=None, fewer=1
 ) -> tuple[Look, Array]:
     """Differentiate the mean loss of one group, and look along the displacement.
 
-    The change of the gradient is that of ``part``, examples and weights, if given.
+    The change of the gradient is that of one in ``fewer`` examples.
     """
     mean_loss = partial(_mean_loss, losses, tree.scalar_dtype(params))
-    loss = mean_loss(batch, weights, total)
     displacement = _displacement(params, previous) if handed is None else handed
     tangent = tree.cast_like(displacement, params)
-    if part is None:
-        values, gradient, change = transport(loss, params, previous, tangent)
-    else:
-        (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-        _, _, change = transport(mean_loss(*part), params, previous, tangent)
+    some = batch, weights, total
+    if fewer > 1:
+        some, others = (
+            one_in((batch, weights), fewer),
+            but_one_in((batch, weights), fewer),
+        )
+    values, gradient, change = transport(mean_loss(*some), params, previous, tangent)
+    if fewer > 1:
+        both = jax.value_and_grad(mean_loss(*others), has_aux=True)
+        (_, rest), more = both(params)
+        values = together(values, rest, fewer)
+        gradient = jax.tree.map(lambda a, b: b + (a - b) / fewer, gradient, more)
     gradient, change = tree.widen(gradient), tree.widen(change)
     along_change, along_gradient, square = tree.dots(
         (change, displacement), (gradient, displacement), (displacement, displacement)

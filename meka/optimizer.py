@@ -21,6 +21,7 @@ from meka.improvement import Rule, probability_of_improvement
 from meka.lasting import look_along, unlearn
 from meka.observation import Closer, Observation, settle
 from meka.overshoot import ends, forget, second_thoughts
+from meka.packing import Orderless
 from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
@@ -171,15 +172,16 @@ def scale_by_meka(
                 Moments(-descent, quadratic_form(gradient.variance, heading, square)),
                 observation,
                 steps.direction_norm,
-                _per_square(slope_variance, path.length),
+                tree.per_square(slope_variance, path.length),
+                heading_norm,
+                steps.bend,
             )
-            seen = second_thoughts(probe(scene), last, scene, heading_norm)
+            seen = second_thoughts(probe(scene), last, scene)
             step_size, model, steps = choose(
                 rule,
                 steps,
                 scene,
                 seen,
-                norm=heading_norm,
                 value_variance=value.variance,
                 third_order=third_order_term(
                     third_order, model_error, path.length, heading_norm
@@ -247,16 +249,18 @@ def meka(
 
     Use with `meka.make_step`. Options are those of `scale_by_meka`.
     """
-    return optax.chain(scale_by_meka(rule, steepest, **options), optax.scale(-1.0))
+    return _descend(scale_by_meka(rule, steepest, **options))
 
 
 def adameka(
     rule: Rule = probability_of_improvement, *, epsilon: float = 1e-8, **options
 ) -> optax.GradientTransformationExtraArgs:
     """As `meka`, with every coordinate divided by its root second moment (§2.3)."""
-    return optax.chain(
-        scale_by_meka(rule, adam_style(epsilon), **options), optax.scale(-1.0)
-    )
+    return _descend(scale_by_meka(rule, adam_style(epsilon), **options))
+
+
+def _descend(ascent: optax.GradientTransformationExtraArgs) -> Orderless:
+    return Orderless(*optax.chain(ascent, optax.scale(-1.0)))
 
 
 def filter_value(
@@ -289,7 +293,7 @@ def _hold(held: Held, observation: Observation) -> tuple[Observation, Held]:
     if observation.measured is True:
         return observation, held
     measured = jnp.asarray(observation.measured)
-    ratio = _per_square(change.variance, path.length)
+    ratio = tree.per_square(change.variance, path.length)
     usable = measured & (path.length > 0) & jnp.isfinite(ratio)
     fresh = held.path.add((ratio, path.curvature.variance), _HELD_DECAY)
     known = jnp.asarray(observation.followed)
@@ -362,11 +366,6 @@ def _accept(accepted, heading, step_size, new, old, observation, params):
 def _finite(variance: PyTree) -> PyTree:
     """Zero for the infinite prior, which no displacement has met yet."""
     return jax.tree.map(lambda v: jnp.where(jnp.isinf(v), 0, v), variance)
-
-
-def _per_square(a: Array, length: Array) -> Array:
-    unit = jnp.where(length > 0, length, 1)
-    return jnp.where(length > 0, a / unit / unit, 0)
 
 
 def _require(observation, probe, params):

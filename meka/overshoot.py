@@ -58,14 +58,14 @@ def forget(belief: Gaussian, strayed: Array) -> Gaussian:
     return Gaussian(belief.mean, variance)
 
 
-def second_thoughts(seen: Probe, ends: Ends, scene: Scene, norm: Array) -> Probe:
+def second_thoughts(seen: Probe, ends: Ends, scene: Scene) -> Probe:
     """What was seen; after an overshoot, what the last step should have known.
 
     That is the slope where it began and the secant's curvature, both carried over
     from the norm of its direction to that of the new one, so that the step size is
     what the last should have been.
     """
-    square = norm * norm
+    square = scene.norm * scene.norm
     last = jnp.where(scene.last_norm > 0, scene.last_norm, 1)
     instead = Probe(
         slope=ends.fall / last * square,

@@ -31,6 +31,8 @@ class Scene(NamedTuple):
     observation: Observation
     last_norm: Array  # norm of the last direction, before its step size
     last_variance: Array  # variance of the slope along the last step, per length²
+    norm: Array  # of the direction
+    bend: Moments  # curvature along the direction before, per unit of length
 
 
 class Probe(NamedTuple):
@@ -77,6 +79,31 @@ def lagged(scene: Scene, curve: Curve) -> Probe:
         curvature_variance=path.curvature.variance * squared * squared,
         seen=(path.length > 0) & (norm > 0),
     )
+
+
+def sometimes(asked: Array | bool) -> ProbeFunction:
+    """`current` at some steps; at the others curvature is taken to be as it was.
+
+    So is its variance, both per unit of length: what enters the average over time are
+    as many entries as there are steps, whose slope is that of the step.
+    """
+
+    def carried(scene: Scene) -> Probe:
+        (slope, variance), square = scene.slope, scene.norm * scene.norm
+        bend, spread = scene.bend
+        return Probe(slope, bend * square, variance, spread * square * square)
+
+    def probe(scene: Scene, curve: Curve) -> Probe:
+        if asked is False:
+            return carried(scene)
+        looked = jax.lax.cond(
+            asked,
+            for_inside(lambda: current(scene, curve)[:4]),
+            lambda: carried(scene)[:4],
+        )
+        return Probe(*looked)
+
+    return current if asked is True else probe
 
 
 def curve(

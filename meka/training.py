@@ -9,7 +9,7 @@ import optax
 from meka import tree
 from meka.checks import check_wrappers
 from meka.observation import Losses, glance
-from meka.probe import ProbeFunction, current, curve
+from meka.probe import ProbeFunction, current, curve, sometimes
 from meka.state import Info, find_state, replace_info
 from meka.transport import Transport, hessian_at_current
 from meka.tree import Array, PyTree
@@ -150,6 +150,8 @@ class Stepper:
             micro_batches=self.micro_batches,
             sample=self.sample if fewer else 1,
         )
+        if look is current:
+            look = sometimes(measure)
         updates, new_state = optax.with_extra_args_support(optimizer).update(
             tree.cast_like(observation.gradient.mean, params),
             state,

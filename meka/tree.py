@@ -35,14 +35,16 @@ def dot(a: PyTree, b: PyTree) -> Array:
 def dots(*pairs: tuple[PyTree, PyTree]) -> list[Array]:
     """Inner products of several pairs of trees, all of one structure.
 
-    On a single CPU they are summed in one pass over the trees; elsewhere the compiler
-    fuses them by itself, and arrays may be spread over devices.
+    On a single device they are summed in one pass over the trees; elsewhere arrays may
+    be spread over devices.
     """
     dtype = scalar_dtype(pairs)
     left = [jax.tree.leaves(a) for a, _ in pairs]
     right = [jax.tree.leaves(b) for _, b in pairs]
     totals = [jnp.zeros((), dtype) for _ in pairs]
-    leaf_sums = _one_pass if alone() else _contractions
+    leaf_sums = _contractions
+    if jax.device_count() == 1:
+        leaf_sums = _one_pass if alone() else _at_once
     columns = zip(zip(*left, strict=True), zip(*right, strict=True), strict=True)
     for number, (xs, ys) in enumerate(columns):
         sums = [s.astype(dtype) for s in leaf_sums(xs, ys)]
@@ -81,6 +83,20 @@ def _one_pass(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
             break
         products = _sum_first([p.reshape(fold, -1) for p in products])
     return _sum_first(products)
+
+
+def _at_once(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
+    """The same as one reduction of several arrays, for a lone GPU.
+
+    It would sum each of them by a kernel of its own.
+    """
+    dtypes = [scalar_dtype(pair) for pair in zip(xs, ys, strict=True)]
+    return _sum_first(
+        [
+            (x.astype(dtype) * y.astype(dtype)).reshape(-1)
+            for x, y, dtype in zip(xs, ys, dtypes, strict=True)
+        ]
+    )
 
 
 def _sum_first(arrays: Sequence[Array]) -> Sequence[Array]:
@@ -159,6 +175,12 @@ def ratio(a: Array, b: Array) -> Array:
     usable = (b > 0) & jnp.isfinite(b)
     found = jnp.where(usable, a / jnp.where(usable, b, 1), 0)
     return jnp.minimum(found, jnp.finfo(found.dtype).max)
+
+
+def per_square(a: Array, length: Array) -> Array:
+    """``a / length²``, zero where there is no length; the square may underflow."""
+    unit = jnp.where(length > 0, length, 1)
+    return jnp.where(length > 0, a / unit / unit, 0)
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:

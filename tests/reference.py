@@ -266,7 +266,7 @@ class Reference:
         self.P = np.full(d if self.diagonal else (), self.prior_variance)
         self.direction_norm = 0.0
         self.held_noise, self.held_changes, self.held_bends = np.array(0.0), [], []
-        self.overshoots, self.longest = 0, 0.0
+        self.overshoots, self.longest, self.bend = 0, 0.0, (0.0, 0.0)
         self.measuring_length = 1e-4 * (1 + np.linalg.norm(self.theta))
 
     def grouped(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -345,9 +345,11 @@ class Reference:
         filtered = -float(d @ self.m), float(np.sum(self.P * d**2))
         if self.probe == "current":
             bends = np.einsum("i,nij,j->n", d, self.problem.hessians(theta, batch), d)
+            bend, bend_noise = bends.mean(), bends.var(ddof=1) / len(bends)
+            if not measured:  # as it was, per unit of length
+                bend, bend_noise = np.array(self.bend) * (norm_d**2, norm_d**4)
             seen = True
-            probed = (filtered[0], bends.mean(), self.s, filtered[1])
-            probed = (*probed, bends.var(ddof=1) / len(bends))
+            probed = (filtered[0], bend, self.s, filtered[1], bend_noise)
         else:
             last, seen = self.direction_norm, length > 0 and self.direction_norm > 0
             unit = delta / length if length > 0 else delta
@@ -369,6 +371,8 @@ class Reference:
             probed_norm = norm_d
             self.models.clear()
         self.overshoots += overshot
+        if probed_norm > 0:
+            self.bend = probed[1] / probed_norm**2, probed[4] / probed_norm**4
         sixth = 0.0
         if self.third_order is not None:
             inferred = model_error / length**6 if length > 0 else 0.0

@@ -80,13 +80,19 @@ def test_the_step_size_is_what_the_last_should_have_been():
     unused = meka.Probe(*(number(x) for x in (7.0, 7.0, 7.0, 7.0)))
     unseen: Any = None
     scene = meka.Scene(
-        unseen, Moments(number(1), number(0.2)), unseen, number(2.0), number(0)
+        unseen,
+        Moments(number(1), number(0.2)),
+        unseen,
+        last_norm=number(2.0),
+        last_variance=number(0),
+        norm=number(6.0),
+        bend=Moments(number(0), number(0)),
     )
     last = one_step(1.0, end=9.0, noise=0.04)  # slope 2, secant 11, direction 2
-    found = second_thoughts(unused, last, scene, number(6.0))
+    found = second_thoughts(unused, last, scene)
     assert found.slope / found.curvature == pytest.approx(2 / (11 * 2), rel=1e-6)
     assert found.curvature == pytest.approx(11 * 36)
     assert found.slope_variance == pytest.approx(0.2)
     assert found.curvature_variance == pytest.approx(0.04 * 36**2)
-    kept = second_thoughts(unused, one_step(1.0), scene, number(6.0))
+    kept = second_thoughts(unused, one_step(1.0), scene)
     assert kept == unused

@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 import meka
 from meka import Moments
 from meka.observation import Path
+from meka.probe import sometimes
 
 
 def losses(params, batch):
@@ -87,7 +88,15 @@ def scene(last_norm: float, length: float) -> meka.Scene:
     suspect = jnp.asarray(-1)
     seen = meka.Observation(nothing, nothing, nothing, path, count, count, suspect)
     slope = Moments(jnp.asarray(7.0), jnp.asarray(3.0))
-    return meka.Scene(direction, slope, seen, jnp.asarray(last_norm), jnp.asarray(0.3))
+    return meka.Scene(
+        direction,
+        slope,
+        seen,
+        jnp.asarray(last_norm),
+        jnp.asarray(0.3),
+        norm=jnp.asarray(3.0),
+        bend=Moments(jnp.asarray(0.4), jnp.asarray(0.02)),
+    )
 
 
 def test_current_takes_the_filters_slope_and_the_batchs_curvature():
@@ -104,6 +113,24 @@ def test_current_takes_the_filters_slope_and_the_batchs_curvature():
     assert (found.slope, found.slope_variance) == (7, 3)
     assert (found.curvature, found.curvature_variance) == (4, 0.5)
     assert found.seen is True
+
+
+@pytest.mark.parametrize("asked", [False, jnp.asarray(False), jnp.asarray(True)])
+def test_a_probe_that_is_not_asked_carries_the_curvature_to_the_new_length(asked):
+    """Per unit of length it is as it was; the slope is that of this step."""
+    given = scene(2.0, 1.0)
+    calls = []
+
+    def curve(direction):
+        calls.append(direction)
+        return given.slope, Moments(jnp.asarray(4.0), jnp.asarray(0.5))
+
+    found = sometimes(asked)(given, curve)
+    assert (found.slope, found.slope_variance) == (7, 3)
+    expected = (4.0, 0.5) if asked else (0.4 * 9, 0.02 * 81)
+    assert (found.curvature, found.curvature_variance) == pytest.approx(expected)
+    assert bool(calls) == (asked is not False)  # or it would cost as much as a look
+    assert sometimes(True) is meka.current
 
 
 def test_lagged_reads_the_last_step_rescaled_to_its_direction():
@@ -146,7 +173,9 @@ def test_lagged_slope_is_unbiased_where_the_minibatchs_own_is_not():
         )
         norm = jnp.linalg.norm(g)
         zero = jnp.zeros((), jnp.float32)
-        given = meka.Scene(-g, Moments(g @ g, zero), seen, norm, zero)
+        given = meka.Scene(
+            -g, Moments(g @ g, zero), seen, norm, zero, norm, Moments(zero, zero)
+        )
         return meka.lagged(given, lambda _: pytest.fail("pass")).slope, norm**2
 
     lagged, own = (
