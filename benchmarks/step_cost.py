@@ -9,10 +9,11 @@
 
 All settings take turns (meka/lab/timing.py); a ratio is the median over rounds of
 the time by Adam's of the same round, with its quartiles. Bytes are what the compiled
-call holds at once: arguments, results and work space. On a GPU a call is a compiled
-loop of 16 steps (`meka.make_loop`, a scan for the others), so that the host's dispatch
-is not measured. Every step sees another batch: what `auto` computes depends on the
-noise between them.
+call holds at once: arguments, results and work space. A call is a step (`meka.Run`, for
+some settings a jitted `make_step` beside it; a jitted step for the others), or with
+--loop a compiled loop of so many (`meka.make_loop`, a scan for the others), so that the
+host's dispatch is not measured. Every step sees another batch: what `auto` computes
+depends on the noise between them.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
 Hessian-vector product 9, two gradients 6, the current probe 5 more; on a quarter of the
@@ -60,7 +61,8 @@ class Setting:
     """A step to time: the carry it starts from, and what it does to it.
 
     ``several`` takes a step for each of many batches, one after another unless it is
-    said how; ``warm`` is the number of steps before the first that is timed.
+    said how; ``run`` takes over single steps from a carry, where there is one; ``warm``
+    is the number of steps before the first that is timed.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Setting:
     start: Callable[[PyTree], PyTree]
     step: Callable[[PyTree, PyTree], PyTree]
     several: Callable[[PyTree, PyTree], PyTree] | None = None
+    run: Callable[[PyTree], meka.Run] | None = None
     warm: int = 0
 
     def call(self, loop: int) -> Callable[[PyTree, PyTree], PyTree]:
@@ -117,7 +120,15 @@ def ours(network, name, products, optimizer, **options) -> Setting:
         params, state, _ = loop(*carry, block)
         return params, state
 
-    return Setting(name, products, lambda p: (p, optimizer.init(p)), step, several)
+    def run(carry):
+        return meka.Run(network.losses, optimizer, *carry, **options)
+
+    return Setting(name, products, lambda p: (p, optimizer.init(p)), step, several, run)
+
+
+def bare(setting: Setting) -> Setting:
+    """The same through a jitted `make_step`."""
+    return replace(setting, name=f"{setting.name}, make_step", run=None)
 
 
 def automatic(network: networks.Network) -> Setting:
@@ -137,7 +148,7 @@ def automatic(network: networks.Network) -> Setting:
 def main_settings(network: networks.Network) -> list[Setting]:
     fixed = meka.meka(meka.constant(1e-3))
     lagged = {"probe": meka.lagged}
-    return [
+    settings = [
         plain(network, "adam", optax.adam(1e-3)),
         plain(network, "sgd", optax.sgd(1e-3)),
         gradient_alone(network),
@@ -157,6 +168,8 @@ def main_settings(network: networks.Network) -> list[Setting]:
         ours(network, "meka PI, sample 4", 6, meka.meka(), sample=4),
         automatic(network),
     ]
+    ways = ("meka fixed step", "meka PI (default)", "auto")
+    return settings + [bare(each) for each in settings if each.name in ways]
 
 
 def all_settings(network: networks.Network, batch_size: int) -> list[Setting]:
@@ -184,6 +197,8 @@ def prepare(
 ) -> tuple[timing.Contestant, int]:
     """Compile a setting; also the bytes that one of its steps holds at once."""
     carry = jax.tree.map(jnp.copy, setting.start(params))
+    if setting.run and loop == 1:
+        return running(setting.name, setting.run(carry), blocks)
     step = (
         jax.jit(setting.call(loop), donate_argnums=0).lower(carry, blocks[0]).compile()
     )
@@ -196,6 +211,20 @@ def prepare(
     )
     block = sum(x.nbytes for x in jax.tree.leaves(blocks[0]))
     return contestant, timing.peak_bytes(step) - block * (loop - 1) // loop
+
+
+def running(
+    name: str, run: meka.Run, blocks: list[PyTree]
+) -> tuple[timing.Contestant, int]:
+    """The same of a run, whose steps are of several kinds."""
+    for block in (blocks * 2)[: 2 * BATCHES]:
+        run.step(block)
+    held = [timing.peak_bytes(step) for step in run.compiled(blocks[0])]
+    turns = itertools.cycle(blocks)
+    contestant = timing.Contestant(
+        name, lambda last, turns: run.step(next(turns)), None, turns
+    )
+    return contestant, max(held)
 
 
 def blocks_of(network: networks.Network, batch_size: int, loop: int) -> list[PyTree]:
@@ -228,7 +257,8 @@ def measure(
         if done % 10 == 0:
             say(f"round {done}/{rounds}")
 
-    timing.interleave(list(contestants), rounds=rounds, progress=progress)
+    cycle = 8 if jax.default_backend() == "cpu" else 16
+    timing.interleave(list(contestants), rounds=rounds, cycle=cycle, progress=progress)
     return [
         {
             "name": setting.name,
@@ -296,7 +326,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--grow", choices=("batch", "width"))
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--loop", type=int, help="steps in one compiled call")
+    parser.add_argument("--loop", type=int, default=1, help="steps in one call")
     parser.add_argument(
         "--flat", action="store_true", help="all parameters in one array"
     )
@@ -311,7 +341,7 @@ def main() -> None:
     if given.device:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(given.device, "cpu"))
     backend = jax.default_backend()
-    loop = given.loop or (1 if backend == "cpu" else 16)
+    loop = given.loop
     device = jax.devices()[0].device_kind
     print(f"jax {jax.__version__}, {device}, python {platform.python_version()}")
     if given.grow:
@@ -324,6 +354,8 @@ def main() -> None:
         settings = (
             all_settings(network, size) if every == "all" else main_settings(network)
         )
+        if loop > 1:
+            settings = [s for s in settings if s.run or not s.several]
         settings = chosen(settings, given.only)
         rows = measure(settings, network, size, loop, given.rounds)
         count = networks.count(network.init())

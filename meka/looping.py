@@ -27,7 +27,7 @@ def make_loop(
     probe: ProbeFunction | None = None,
     micro_batches: int = 1,
     noise_every: int | None = None,
-    sample: int = 1,
+    sample: int | None = None,
 ) -> Loop:
     """``loop(params, state, batches, masks=None) -> (params, state, infos)``.
 

@@ -13,7 +13,7 @@ from meka.observation import Losses
 from meka.packing import Flattener, Orderless, Packer
 from meka.probe import ProbeFunction, current, lagged
 from meka.state import Info, find_state
-from meka.training import Stepper
+from meka.training import LARGE, Stepper
 from meka.transport import (
     Transport,
     difference,
@@ -24,7 +24,6 @@ from meka.tree import Array, PyTree
 
 # What is known not to look at how parameters are arranged.
 _OWN = (None, hessian_at_current, hessian_at_previous, difference, current, lagged)
-_LARGE = 2**21  # parameters
 _LATER = 2  # steps
 
 
@@ -45,6 +44,11 @@ class Reading:
             self._info = jax.tree.map(lambda place: place(found), self._places)
         assert self._info is not None
         return self._info
+
+    def block_until_ready(self) -> "Reading":
+        """Wait for the step to end, as of an array of jax."""
+        jax.block_until_ready(self._scalars)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name not in Info._fields:
@@ -99,7 +103,7 @@ class Run:
         probe: ProbeFunction | None = None,
         micro_batches: int = 1,
         noise_every: int | None = None,
-        sample: int = 1,
+        sample: int | None = None,
     ) -> None:
         state = optimizer.init(params) if state is None else state
         self._whole: Callable[[PyTree], PyTree] = lambda carry: carry
@@ -115,7 +119,7 @@ class Run:
         self._packer = Packer((params, state))
         self._scalars, self._arrays = jax.jit(self._packer.pack)((params, state))
         self._places: Any = find_state(self._packer.places()[1])
-        self._steps: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        self._steps: dict[tuple[bool, bool], jax.stages.Wrapped] = {}
         self._show: Callable[..., PyTree] | None = None
         own = find_state(state)
         self._number = int(own.count)
@@ -148,6 +152,18 @@ class Run:
         """The optimizer's state, as `init` returns it; a copy."""
         return self._seen(1)
 
+    def compiled(
+        self, batch: PyTree, mask: Array | None = None
+    ) -> list[jax.stages.Compiled]:
+        """The steps taken so far, a kind each, compiled for such a batch.
+
+        To be looked into: `memory_analysis`, `cost_analysis`, `as_text`.
+        """
+        carry = self._scalars, self._arrays
+        return [
+            step.lower(*carry, batch, mask).compile() for step in self._steps.values()
+        ]
+
     def _seen(self, which: int) -> PyTree:
         if self._show is None:
 
@@ -174,15 +190,18 @@ class Run:
         if self._places.lasting:
             self._follow = bool(self._places.lasting.follow(told))
 
-    def _step(self, measure: bool, follow: bool) -> Callable[..., Any]:
+    def _step(self, measure: bool, follow: bool) -> jax.stages.Wrapped:
         """A compiled step that measures noise, or the gradient's change, or neither."""
         stepper, packer = self._stepper, self._packer
 
         def take(scalars, arrays, batch, mask):
             params, state = packer.unpack((scalars, arrays))
-            # The compiler sees through it and leaves no choice; it is an array, since
-            # True would have the whole batch split at a step that measures.
-            yes = jnp.ones((), bool)
+            # An array, since True would have the whole batch split at a step that
+            # measures. A compiler for GPUs sees through it and leaves no choice; on a
+            # CPU a choice costs nothing, and what is inside of it shares no memory
+            # with what comes after.
+            count = find_state(state).count
+            yes = count >= 0 if tree.alone() else jnp.ones((), bool)
             params, state, _ = stepper.take(
                 params,
                 state,
@@ -204,4 +223,4 @@ def _is_better_flat(params: PyTree) -> bool:
     """
     several = len(jax.tree.leaves(params)) > 1
     lone = jax.device_count() == 1 and not tree.alone()
-    return several and lone and tree.size(params) <= _LARGE
+    return several and lone and tree.size(params) <= LARGE

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
-from meka.checks import check_wrappers
+from meka.checks import check_sample, check_wrappers
 from meka.observation import Losses, glance
 from meka.probe import ProbeFunction, current, curve, sometimes
 from meka.state import Info, find_state, replace_info
@@ -16,6 +16,9 @@ from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
 
+# Parameters of a network in which arithmetic, and not the number of operations, is what
+# takes the time.
+LARGE = 2**21
 # Noise moves slowly, and measuring it costs as much as the gradient does on small
 # convolutional networks (docs/speed.md).
 _NOISE_EVERY = 8
@@ -30,7 +33,7 @@ def make_step(
     probe: ProbeFunction | None = None,
     micro_batches: int = 1,
     noise_every: int | None = None,
-    sample: int = 1,
+    sample: int | None = None,
 ) -> StepFunction:
     """``step(params, state, batch, mask=None, number=None) -> (params, state, info)``.
 
@@ -48,13 +51,14 @@ def make_step(
         (the default of `auto`).
       micro_batches: differentiate the batch in this many parts, to save memory.
       noise_every: split the batch into groups at this many steps (and at each of the
-        first so many), and remember the noise in between; 1 is the paper. By default
-        8, 16 for `auto`, and 1 where variances are kept per coordinate.
+        first so many), and remember the noise in between; so does `current` with the
+        curvature, per unit of length. 1 is the paper. By default 8, 16 for `auto`, and
+        1 where variances are kept per coordinate.
       sample: measure the change of the gradient, and the curvature, on one of so many
         examples, and reckon with so much more noise: cheaper where arithmetic is what
         takes the time, and a filter that trusts itself less. On all of them, whatever
         is said here, with a mask, with micro-batches, where noise is measured at every
-        step, and in `auto`.
+        step, and in `auto`. By default 1, and 2 for more than two million parameters.
 
     ``number``, the number of the step, decides where noise is measured. It is counted
     in the state by default; who maps the step over seeds passes it unmapped, since a
@@ -75,9 +79,10 @@ class Stepper:
     probe: ProbeFunction | None
     micro_batches: int
     noise_every: int | None
-    sample: int
+    sample: int | None
 
     def __post_init__(self) -> None:
+        check_sample(1 if self.sample is None else self.sample)
         if self.noise_every is not None and self.noise_every < 1:
             raise ValueError(f"noise_every={self.noise_every}: must be at least 1")
 
@@ -127,6 +132,7 @@ class Stepper:
         optimizer = self.optimizer
         move = self.transport or getattr(optimizer, "transport", hessian_at_current)
         look = self.probe or getattr(optimizer, "probe", current)
+        sample = self.sample or (2 if tree.size(params) > LARGE else 1)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
         observation, closer = glance(
             self.losses,
@@ -140,7 +146,7 @@ class Stepper:
             micro_batches=self.micro_batches,
             measure=measure,
             follow=follow,
-            sample=1 if own.lasting else self.sample,
+            sample=1 if own.lasting else sample,
         )
         along = curve(
             self.losses,
@@ -148,7 +154,7 @@ class Stepper:
             batch,
             mask=mask,
             micro_batches=self.micro_batches,
-            sample=self.sample if fewer else 1,
+            sample=sample if fewer else 1,
         )
         if look is current:
             look = sometimes(measure)

@@ -87,6 +87,16 @@ def train(optimizer, step, where=None):
     return params, compiled.as_text() or ""
 
 
+def run_through(optimizer, where) -> dict[str, jax.Array]:
+    """The parameters after as many steps of `meka.Run`."""
+    params = jax.device_put(start(), where)
+    state = place(optimizer, optimizer.init(start()), where)
+    run = meka.Run(losses, optimizer, params, state)
+    for number in range(STEPS):
+        run.step(jax.tree.map(lambda x: jax.device_put(x, on("x")), batch_of(number)))
+    return run.params
+
+
 def traffic(text: str) -> dict[str, list[int]]:
     """Sizes, in numbers, of what each kind of collective makes."""
     found: dict[str, list[int]] = {}
@@ -155,6 +165,9 @@ def main() -> None:
                 found[k].sharding.is_equivalent_to(shardings(kind)[k], found[k].ndim)
                 for k in found
             )
+            if name == "default":
+                run = run_through(meka.adameka(), shardings(kind))
+                difference = max(difference, furthest(run, expected))
             result[label] = {
                 "difference": difference,
                 "moved": furthest(expected, start()),

@@ -51,6 +51,7 @@ def interleave(
     warm_up: int = 3,
     burst_seconds: float = 0.05,
     limit_seconds: float = float("inf"),
+    cycle: int = CYCLE,
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Time all contestants; their ``seconds`` hold one figure a round.
@@ -63,9 +64,9 @@ def interleave(
     for each in order:
         each.burst()  # touches all memory once
         # Whole cycles of steps that differ: noise is measured at every eighth.
-        cycle = max(1, CYCLE // each.steps_per_call)
+        calls = max(1, cycle // each.steps_per_call)
         wanted = burst_seconds / (each.burst() * each.steps_per_call)
-        each.calls = cycle * max(1, round(wanted / cycle))
+        each.calls = calls * max(1, round(wanted / calls))
     for number in range(-warm_up, rounds):
         dice.shuffle(order)
         for each in order:
