@@ -114,13 +114,16 @@ def curve(
     mask: Array | None = None,
     micro_batches: int = 1,
     sample: int = 1,
+    afresh: bool = False,
 ) -> Curve:
     """Slopes and curvatures of a batch along any direction, with exact variances.
 
     The returned function maps a direction d to the moments of -d'∇f and d'Bd. Two
     nested forward-mode derivatives of t ↦ losses(params + t d, batch) give every
     example's, with no backward pass and no memory. With ``sample`` one of so many
-    examples is asked, where it divides their number and there is no mask.
+    examples is asked, where it divides their number and there is no mask. ``afresh``
+    begins once the direction is known: nothing is kept for it that was computed for the
+    gradient, which saves memory and costs a pass forward.
     """
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
@@ -132,7 +135,10 @@ def curve(
         # Backwards, where the slope is -d'∇f; and the opposite of a direction that was
         # turned against the gradient needs no storing.
         tangent = tree.cast_like(jax.tree.map(jnp.negative, direction), params)
-        slope, curvature = _per_example(losses, params, batch, tangent, micro_batches)
+        here = params
+        if afresh:
+            here, tangent = jax.lax.optimization_barrier((params, tangent))
+        slope, curvature = _per_example(losses, here, batch, tangent, micro_batches)
         weights = jnp.ones(count) if mask is None else mask.astype(jnp.float32)
         keep = weights > 0
 

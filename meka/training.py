@@ -155,6 +155,7 @@ class Stepper:
             mask=mask,
             micro_batches=self.micro_batches,
             sample=sample if fewer else 1,
+            afresh=measure is not True,  # seldom, and is not to need more memory
         )
         if look is current:
             look = sometimes(measure)
