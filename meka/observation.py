@@ -211,7 +211,7 @@ def glance(
         values = values.T.ravel()[:count]  # an index means the caller's example
         return told(looks, values, True), None
 
-    def scatters() -> _Scatters:
+    def scatters(batch: PyTree) -> _Scatters:
         # Only scalars come out of the choice: gradients would be copied.
         some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
         if measure is False:
@@ -225,9 +225,9 @@ def glance(
     given = jax.tree.map(lambda x: x[:count], (batch, weights))
     if follow is True:
         # First, while nothing else of the parameters' size is needed.
-        apart = scatters()
+        apart = scatters(batch)
         if measure is not False:
-            apart, given = jax.lax.optimization_barrier((apart, given))
+            apart, given = tree.one_by_one(apart, given)
         fewer = share(sample, count, mask)
         whole, values = look(*given, fewer=fewer)
         seen = told(_around(whole, shares, apart), values, measure)
@@ -240,8 +240,10 @@ def glance(
         return seen, None
 
     def closer() -> Observation:
-        apart = scatters()
-        more = for_inside(partial(_follow, losses, params, previous, whole))(*given)
+        seen, data = tree.one_by_one(whole, batch)
+        apart, data = tree.one_by_one(scatters(data), data)
+        data = jax.tree.map(lambda x: x[:count], (data, weights))
+        more = for_inside(partial(_follow, losses, params, previous, seen))(*data)
         return told(_around(more, shares, apart), values, measure)
 
     return seen, Closer(follow, closer)
@@ -265,6 +267,7 @@ def _look(
         )
     values, gradient, change = transport(mean_loss(*some), params, previous, tangent)
     if fewer > 1:
+        (gradient, change), others = tree.one_by_one((gradient, change), others)
         both = jax.value_and_grad(mean_loss(*others), has_aux=True)
         (_, rest), more = both(params)
         values = together(values, rest, fewer)

@@ -17,8 +17,8 @@ from meka.tree import Array, PyTree
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
 
 # Parameters of a network in which arithmetic, and not the number of operations, is what
-# takes the time.
-LARGE = 2**21
+# takes the time; one of so many of its examples then tells the change of the gradient.
+LARGE, _SAMPLE = 2**21, 4
 # Noise moves slowly, and measuring it costs as much as the gradient does on small
 # convolutional networks (docs/speed.md).
 _NOISE_EVERY = 8
@@ -58,7 +58,7 @@ def make_step(
         examples, and reckon with so much more noise: cheaper where arithmetic is what
         takes the time, and a filter that trusts itself less. On all of them, whatever
         is said here, with a mask, with micro-batches, where noise is measured at every
-        step, and in `auto`. By default 1, and 2 for more than two million parameters.
+        step, and in `auto`. By default 1, and 4 for more than two million parameters.
 
     ``number``, the number of the step, decides where noise is measured. It is counted
     in the state by default; who maps the step over seeds passes it unmapped, since a
@@ -132,7 +132,7 @@ class Stepper:
         optimizer = self.optimizer
         move = self.transport or getattr(optimizer, "transport", hessian_at_current)
         look = self.probe or getattr(optimizer, "probe", current)
-        sample = self.sample or (2 if tree.size(params) > LARGE else 1)
+        sample = self.sample or (_SAMPLE if tree.size(params) > LARGE else 1)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
         observation, closer = glance(
             self.losses,

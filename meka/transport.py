@@ -41,6 +41,7 @@ def difference(
     """∇f(θ_t) - ∇f(θ_{t-1}) on the same examples: no Taylor error, no product."""
     del displacement
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    gradient, previous = tree.one_by_one(gradient, previous)
     before = jax.grad(lambda p: loss(p)[0])(previous)
     return values, gradient, tree.subtract(tree.widen(gradient), tree.widen(before))
 

@@ -189,3 +189,11 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
         return False
     shapes = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(jnp.shape(x) == jnp.shape(y) for x, y in shapes)
+
+
+def one_by_one(done: PyTree, then: PyTree) -> tuple[PyTree, PyTree]:
+    """Both, but the second not before the first is there: they share memory.
+
+    A compiler for GPUs would otherwise do what it can at once, and hold all of it.
+    """
+    return jax.lax.optimization_barrier((done, then))

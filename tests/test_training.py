@@ -382,3 +382,23 @@ def test_public_names_exist():
     assert set(meka.__all__) <= set(dir(meka))
     for optimizer in (meka.meka(), meka.adameka(), meka.scale_by_meka()):
         assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+
+@pytest.mark.parametrize(("parameters", "asked"), [(2**21, 8), (2**21 + 1, 2)])
+def test_in_large_networks_some_of_the_examples_tell_the_change(parameters, asked):
+    """One in four; in smaller ones, where that saves nothing, all of them."""
+    told = []
+
+    def transport(loss, params, previous, displacement):
+        found = meka.hessian_at_current(loss, params, previous, displacement)
+        told.append(found[0].shape[0])
+        return found
+
+    optimizer = meka.meka()
+    step = meka.make_step(
+        lambda p, x: x * jnp.sum(p**2), optimizer, transport=transport
+    )
+    params = jax.ShapeDtypeStruct((parameters,), jnp.float32)
+    state = jax.eval_shape(optimizer.init, params)
+    jax.eval_shape(step, params, state, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert told[-1] == asked
