@@ -9,6 +9,7 @@ import optax
 
 from meka.convolutions import for_inside
 from meka.observation import Losses
+from meka.packing import flattener
 from meka.probe import ProbeFunction
 from meka.state import Info, find_state
 from meka.training import Stepper
@@ -39,28 +40,35 @@ def make_loop(
     steps (8, or 16 for `auto`) that measure noise at the first and have nothing to
     choose at the others: a choice has the host wait and what follows launched anew. So
     give it multiples of that many batches. For `auto` it is settled at the first as
-    well whether the others look at the change of the gradient. Elsewhere it is a scan
-    of `make_step`.
+    well whether the others look at the change of the gradient. Inside of it, small
+    parameters lie in one vector. Elsewhere it is a scan of `make_step`.
 
     Not to be mapped over seeds: a mapped choice computes all alternatives.
     """
     options = groups, transport, probe, micro_batches, noise_every, sample
-    stepper = Stepper(losses, optimizer, *options)
 
     def loop(
         params: PyTree, state: PyTree, batches: PyTree, masks: Array | None = None
     ) -> tuple[PyTree, PyTree, Info]:
         _check_steps(batches, masks)
-        if stepper.every(params, state) == 1:  # there is nothing to choose
-            return in_turn(stepper, (params, state), (batches, masks))
-        return jax.lax.platform_dependent(
-            (params, state),
-            (batches, masks),
-            cpu=partial(in_turn, stepper),
-            default=partial(in_blocks, stepper),
-        )
+        flat = flattener(optimizer, params, transport, probe)
+        if not flat:
+            stepper = Stepper(losses, optimizer, *options)
+            return _loop(stepper, (params, state), (batches, masks))
+        stepper = Stepper(flat.of_flat(losses), optimizer, *options)
+        carry = flat.carry(optimizer, params, state)
+        params, state, infos = _loop(stepper, carry, (batches, masks))
+        return flat.restore(params), flat.restore(state), infos
 
     return loop
+
+
+def _loop(stepper: Stepper, carry, data) -> tuple[PyTree, PyTree, Info]:
+    if stepper.every(*carry) == 1:  # there is nothing to choose
+        return in_turn(stepper, carry, data)
+    return jax.lax.platform_dependent(
+        carry, data, cpu=partial(in_turn, stepper), default=partial(in_blocks, stepper)
+    )
 
 
 def in_turn(stepper: Stepper, carry, data) -> tuple[PyTree, PyTree, Info]:

@@ -15,8 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from meka import tree
 from meka.observation import Losses
+from meka.probe import current, lagged
+from meka.transport import difference, hessian_at_current, hessian_at_previous
 from meka.tree import Array, PyTree
+
+# Parameters of a network in which arithmetic, and not the number of operations, is what
+# takes the time.
+LARGE = 2**21
+# What is known not to look at how parameters are arranged.
+_OWN = (None, hessian_at_current, hessian_at_previous, difference, current, lagged)
 
 Packed: TypeAlias = tuple[list[Array], list[Array]]
 
@@ -54,9 +63,9 @@ class Flattener:
         for place, x in enumerate(leaves):
             self.members.setdefault(str(jnp.result_type(x)), []).append(place)
 
-    def flat(self, tree: PyTree) -> Flat:
+    def flat(self, whole: PyTree) -> Flat:
         """A tree of these shapes, in vectors."""
-        leaves = self.structure.flatten_up_to(tree)
+        leaves = self.structure.flatten_up_to(whole)
         return Flat(
             {
                 name: jnp.concatenate([leaves[place].reshape(-1) for place in places])
@@ -103,6 +112,25 @@ class Flattener:
         )
 
 
+def flattener(
+    optimizer: object, params: PyTree, transport: object, probe: object
+) -> Flattener | None:
+    """For parameters that are better in vectors, where nobody sees how they are."""
+    own = isinstance(optimizer, Orderless) and transport in _OWN and probe in _OWN
+    return Flattener(params) if own and _is_better_flat(params) else None
+
+
+def _is_better_flat(params: PyTree) -> bool:
+    """Whether vectors are faster than many arrays, and nothing has to be gathered.
+
+    That is on a lone GPU, where small arrays cost a kernel each. In large networks
+    arithmetic is what takes the time, and a long vector takes long to compile.
+    """
+    several = len(jax.tree.leaves(params)) > 1
+    lone = jax.device_count() == 1 and not tree.alone()
+    return several and lone and tree.size(params) <= LARGE
+
+
 def _is_flat(x: object) -> bool:
     return isinstance(x, Flat)
 
@@ -122,9 +150,9 @@ class Packer:
                 self.others.append(place)
         self.members = list(members.values())
 
-    def pack(self, tree: PyTree) -> Packed:
+    def pack(self, whole: PyTree) -> Packed:
         """A tree like the one given: vectors of scalars, and arrays."""
-        leaves = self.structure.flatten_up_to(tree)
+        leaves = self.structure.flatten_up_to(whole)
         vectors = [jnp.stack([leaves[k] for k in places]) for places in self.members]
         return vectors, [leaves[k] for k in self.others]
 

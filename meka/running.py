@@ -10,21 +10,14 @@ import optax
 
 from meka import tree
 from meka.observation import Losses
-from meka.packing import Flattener, Orderless, Packer
-from meka.probe import ProbeFunction, current, lagged
+from meka.packing import Packer, flattener
+from meka.probe import ProbeFunction
 from meka.state import Info, find_state
-from meka.training import LARGE, Stepper
-from meka.transport import (
-    Transport,
-    difference,
-    hessian_at_current,
-    hessian_at_previous,
-)
+from meka.training import Stepper
+from meka.transport import Transport
 from meka.tree import Array, PyTree
 
-# What is known not to look at how parameters are arranged.
-_OWN = (None, hessian_at_current, hessian_at_previous, difference, current, lagged)
-_LATER = 2  # steps
+_LATER = 2  # steps, until the host looks at what the device has found out
 
 
 class Reading:
@@ -107,12 +100,10 @@ class Run:
     ) -> None:
         state = optimizer.init(params) if state is None else state
         self._whole: Callable[[PyTree], PyTree] = lambda carry: carry
-        own = isinstance(optimizer, Orderless) and transport in _OWN and probe in _OWN
-        if own and _is_better_flat(params):
-            flattener = Flattener(params)
-            losses = flattener.of_flat(losses)
-            params, state = jax.jit(partial(flattener.carry, optimizer))(params, state)
-            self._whole = flattener.restore
+        if flat := flattener(optimizer, params, transport, probe):
+            losses = flat.of_flat(losses)
+            params, state = jax.jit(partial(flat.carry, optimizer))(params, state)
+            self._whole = flat.restore
         options = groups, transport, probe, micro_batches, noise_every, sample
         self._stepper = Stepper(losses, optimizer, *options)
         self._every = self._stepper.every(params, state)
@@ -213,14 +204,3 @@ class Run:
             return packer.pack((params, state))
 
         return jax.jit(take, donate_argnums=1)
-
-
-def _is_better_flat(params: PyTree) -> bool:
-    """Whether vectors are faster than many arrays, and nothing has to be gathered.
-
-    That is on a lone GPU, where small arrays cost a kernel each. In large networks
-    arithmetic is what takes the time, and a long vector takes long to compile.
-    """
-    several = len(jax.tree.leaves(params)) > 1
-    lone = jax.device_count() == 1 and not tree.alone()
-    return several and lone and tree.size(params) <= LARGE

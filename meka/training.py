@@ -9,6 +9,7 @@ import optax
 from meka import tree
 from meka.checks import check_sample, check_wrappers
 from meka.observation import Losses, glance
+from meka.packing import LARGE
 from meka.probe import ProbeFunction, current, curve, sometimes
 from meka.state import Info, find_state, replace_info
 from meka.transport import Transport, hessian_at_current
@@ -16,9 +17,8 @@ from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
 
-# Parameters of a network in which arithmetic, and not the number of operations, is what
-# takes the time; one of so many of its examples then tells the change of the gradient.
-LARGE, _SAMPLE = 2**21, 4
+# In large networks one of so many examples tells the change of the gradient.
+_SAMPLE = 4
 # Noise moves slowly, and measuring it costs as much as the gradient does on small
 # convolutional networks (docs/speed.md).
 _NOISE_EVERY = 8

@@ -9,7 +9,7 @@ import pytest
 from test_looping import assert_same, losses, start, stream
 
 import meka
-from meka import running
+from meka import packing
 from meka.packing import Flattener, Packer
 
 EVERY = 8
@@ -46,7 +46,7 @@ def stacked(infos: list[meka.Info]) -> meka.Info:
 def arranged(request, monkeypatch) -> str:
     """Parameters as they are, or in a vector, as on a GPU."""
     flat = request.param == "flat"
-    monkeypatch.setattr(running, "_is_better_flat", lambda params: flat)
+    monkeypatch.setattr(packing, "_is_better_flat", lambda params: flat)
     return request.param
 
 
@@ -91,6 +91,19 @@ def test_a_run_of_auto_follows_the_gradient_where_it_pays(x64, arranged):
     assert ours[35:].mean() == pytest.approx(theirs[35:].mean(), rel=0.1)
     kinds = {(True, True), (False, False), (False, True)}
     assert set(run._steps) == kinds  # measures, looks at the gradient alone, follows
+
+
+def test_a_loop_in_vectors_takes_the_steps_of_make_step(x64, monkeypatch):
+    """And gives parameters and state back as they were given."""
+    monkeypatch.setattr(packing, "_is_better_flat", lambda params: True)
+    optimizer, batches = meka.meka(), stream(12)
+    loop = jax.jit(meka.make_loop(losses, optimizer))
+    found = loop(*start(optimizer), batches)
+    assert_same(in_turn(optimizer, batches), found)
+    structures = map(jax.tree.structure, start(optimizer))
+    assert [*structures] == [jax.tree.structure(x) for x in found[:2]]
+    text = loop.lower(*start(optimizer), batches).as_text()
+    assert "tensor<42xf64>" in text  # 5 x 7 and 7 parameters
 
 
 def test_what_is_given_stays_and_what_is_shown_is_not_overwritten(arranged):
@@ -165,7 +178,7 @@ def test_only_a_step_that_measures_chooses_anything(arranged):
 
 def test_few_arrays_are_handed_over(monkeypatch):
     """Scalars in a vector a dtype; parameters, too, where they are flat."""
-    monkeypatch.setattr(running, "_is_better_flat", lambda params: True)
+    monkeypatch.setattr(packing, "_is_better_flat", lambda params: True)
     run = meka.Run(losses, meka.meka(), start(meka.meka())[0])
     assert len(run._scalars) == 3
     assert len(run._arrays) == 3  # parameters, those before, the gradient
@@ -184,7 +197,7 @@ def test_a_reading_has_the_fields_of_info_and_says_so():
 
 def test_optimizers_that_may_see_shapes_get_the_arrays_as_they_are(monkeypatch):
     """A chain with a mask by name, or a transport of the user's own."""
-    monkeypatch.setattr(running, "_is_better_flat", lambda params: True)
+    monkeypatch.setattr(packing, "_is_better_flat", lambda params: True)
     params, _ = start(meka.meka())
     seen = []
 
