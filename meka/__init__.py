@@ -1,9 +1,9 @@
 """Train neural networks without tuning the optimizer.
 
-    optimizer = meka.adameka()
-    step = jax.jit(meka.make_step(losses, optimizer))
-    state = optimizer.init(params)
-    params, state, info = step(params, state, batch)
+    run = meka.Run(losses, meka.auto(total_steps=len(data)), params)
+    for batch in data:
+        info = run.step(batch)
+    params = run.params
 
 The names below are imported when first used, so that the command line can answer
 ``--help`` without loading jax.

@@ -137,7 +137,7 @@ def curve(
         tangent = tree.cast_like(jax.tree.map(jnp.negative, direction), params)
         here = params
         if afresh:
-            here, tangent = jax.lax.optimization_barrier((params, tangent))
+            tangent, here = tree.one_by_one(tangent, params)
         slope, curvature = _per_example(losses, here, batch, tangent, micro_batches)
         weights = jnp.ones(count) if mask is None else mask.astype(jnp.float32)
         keep = weights > 0

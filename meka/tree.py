@@ -194,6 +194,9 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
 def one_by_one(done: PyTree, then: PyTree) -> tuple[PyTree, PyTree]:
     """Both, but the second not before the first is there: they share memory.
 
-    A compiler for GPUs would otherwise do what it can at once, and hold all of it.
+    A compiler for GPUs would otherwise do what it can at once, and hold all of it. One
+    for CPUs would store what goes through here once more, which takes time.
     """
+    if alone():
+        return done, then
     return jax.lax.optimization_barrier((done, then))

@@ -266,21 +266,24 @@ def test_a_closer_look_sees_what_is_seen_without_a_choice(x64, measure):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
+    ("optimizer", "options", "choices"),
     [
-        (meka.auto(50), {}),
-        (meka.meka(lasting=True), {"transport": meka.difference}),
-        (meka.meka(), {}),
+        (meka.auto(50), {}, 1),
+        (meka.meka(lasting=True), {"transport": meka.difference}, 2),
+        (meka.meka(), {}, 2),
+        (meka.meka(), {"probe": meka.lagged}, 1),
+        (meka.meka(), {"noise_every": 1}, 0),
     ],
 )
-def test_a_step_chooses_once(optimizer, options):
+def test_a_step_chooses_no_more_than_it_must(optimizer, options, choices):
     """On a GPU the host waits for each choice. Noise is measured inside of the other,
-    and so is what is done with the change of the gradient."""
+    and so is what is done with the change of the gradient; whether to probe has to be
+    chosen once the direction is known."""
     step = meka.make_step(losses, optimizer, **options)
     params = jnp.zeros(SIZE)
     program = jax.make_jaxpr(step)(params, optimizer.init(params), draw(KEY))
     names = [equation.primitive.name for equation in program.eqns]
-    assert names.count("cond") == 1
+    assert names.count("cond") == choices
 
 
 def test_it_is_observed_as_it_wants_to_be():
