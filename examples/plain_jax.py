@@ -34,17 +34,16 @@ def main() -> float:
         "w2": jnp.asarray(rng.normal(0, 0.1, (100, 10)), jnp.float32),
         "b2": jnp.zeros(10),
     }
-    optimizer = meka.adameka()
-    step = jax.jit(meka.make_step(losses, optimizer))
-    state = optimizer.init(params)
+    run = meka.Run(losses, meka.adameka(), params)
     for t in range(301):
         rows = rng.integers(1500, size=128)
-        params, state, info = step(params, state, (images[rows], labels[rows]))
+        info = run.step((images[rows], labels[rows]))
         if t % 100 == 0:
             print(
                 f"step {t:3}  loss {info.observed:.4f}  step size {info.step_size:.4f}"
                 f"  gain {info.gain:.3f}  noise scale {info.noise_scale:.0f}"
             )
+    params = run.params
     loss = float(losses(params, (images[:1500], labels[:1500])).mean())
     correct = logits(params, images[1500:]).argmax(-1) == labels[1500:]
     print(f"train loss {loss:.4f}, test accuracy {correct.mean():.1%}")
