@@ -16,8 +16,8 @@ host's dispatch is not measured. Every step sees another batch: what `auto` comp
 depends on the noise between them.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
-Hessian-vector product 9, two gradients 6, the current probe 5 more where it looks, at one
-step in eight; on a quarter of the examples a quarter, beside the gradient of the others.
+Hessian-vector product 9, two gradients 6, the current probe 5 more where it looks, at
+one step in eight; on a quarter of the examples a quarter, and the others' gradient.
 """
 
 from __future__ import annotations
