@@ -73,22 +73,6 @@ def one_in(batch: PyTree, one_of: int) -> PyTree:
     return jax.tree.map(lambda x: deal(x, one_of)[0], batch)
 
 
-def but_one_in(batch: PyTree, one_of: int) -> PyTree:
-    """The other examples."""
-
-    def others(x: Array) -> Array:
-        rows = x.reshape(x.shape[0] // one_of, one_of, *x.shape[1:])[:, 1:]
-        return rows.reshape(-1, *x.shape[1:])
-
-    return jax.tree.map(others, batch)
-
-
-def together(some: Array, others: Array, one_of: int) -> Array:
-    """What was found of both, in the order of the batch."""
-    rows = [some[:, None], others.reshape(-1, one_of - 1)]
-    return jnp.concatenate(rows, axis=1).ravel()
-
-
 def all_groups(look, batch, weights, diagonal) -> tuple[Looks, Array]:
     """Every group of a batch dealt as (groups, n / groups, ...).
 

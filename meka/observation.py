@@ -28,14 +28,12 @@ from meka.groups import (
     Look,
     Looks,
     all_groups,
-    but_one_in,
     deal,
     fill,
     in_micro_batches,
     one_in,
     share,
     summarise,
-    together,
 )
 from meka.transport import (
     Loss,
@@ -259,19 +257,15 @@ def _look(
     mean_loss = partial(_mean_loss, losses, tree.scalar_dtype(params))
     displacement = _displacement(params, previous) if handed is None else handed
     tangent = tree.cast_like(displacement, params)
-    some = batch, weights, total
-    if fewer > 1:
-        some, others = (
-            one_in((batch, weights), fewer),
-            but_one_in((batch, weights), fewer),
-        )
-    values, gradient, change = transport(mean_loss(*some), params, previous, tangent)
-    if fewer > 1:
-        (gradient, change), others = tree.one_by_one((gradient, change), others)
-        both = jax.value_and_grad(mean_loss(*others), has_aux=True)
-        (_, rest), more = both(params)
-        values = together(values, rest, fewer)
-        gradient = jax.tree.map(lambda a, b: b + (a - b) / fewer, gradient, more)
+    loss = mean_loss(batch, weights, total)
+    if fewer == 1:
+        values, gradient, change = transport(loss, params, previous, tangent)
+    else:
+        # Their gradient is computed once more: to put that of all together from two
+        # would be one more sum over all devices, and as long on small networks.
+        (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        gradient, some = tree.one_by_one(gradient, one_in((batch, weights), fewer))
+        _, _, change = transport(mean_loss(*some), params, previous, tangent)
     gradient, change = tree.widen(gradient), tree.widen(change)
     along_change, along_gradient, square = tree.dots(
         (change, displacement), (gradient, displacement), (displacement, displacement)
