@@ -108,9 +108,7 @@ class Run:
         self._stepper = Stepper(losses, optimizer, *options)
         self._every = self._stepper.every(params, state)
         self._packer = Packer((params, state))
-        # Copied, since each step overwrites what it is given.
-        carry = jax.tree.map(jnp.copy, (params, state))
-        self._scalars, self._arrays = jax.jit(self._packer.pack)(carry)
+        self._scalars, self._arrays = jax.jit(self._packer.pack)((params, state))
         self._places: Any = find_state(self._packer.places()[1])
         self._steps: dict[tuple[bool, bool], jax.stages.Wrapped] = {}
         self._show: Callable[..., PyTree] | None = None
