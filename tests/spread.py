@@ -93,7 +93,10 @@ def run_through(optimizer, where) -> dict[str, jax.Array]:
     state = place(optimizer, optimizer.init(start()), where)
     run = meka.Run(losses, optimizer, params, state)
     for number in range(STEPS):
-        run.step(jax.tree.map(lambda x: jax.device_put(x, on("x")), batch_of(number)))
+        batch = jax.tree.map(lambda x: jax.device_put(x, on("x")), batch_of(number))
+        # One at a time: on two cores, devices that wait for each other in several steps
+        # at once may wait for ever.
+        jax.block_until_ready(run.step(batch))
     return run.params
 
 
