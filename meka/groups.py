@@ -73,6 +73,21 @@ def one_in(batch: PyTree, one_of: int) -> PyTree:
     return jax.tree.map(lambda x: deal(x, one_of)[0], batch)
 
 
+def others(batch: PyTree, one_of: int) -> PyTree:
+    """The examples that `one_in` leaves out."""
+
+    def rest(x: Array) -> Array:
+        return deal(x, one_of)[1:].reshape(-1, *x.shape[1:])
+
+    return jax.tree.map(rest, batch)
+
+
+def together(some: Array, rest: Array) -> Array:
+    """What was found for `one_in` and the `others`, in the order of the batch."""
+    dealt = jnp.concatenate([some, rest]).reshape(-1, *some.shape)
+    return jnp.swapaxes(dealt, 0, 1).reshape(-1, *some.shape[1:])
+
+
 def all_groups(look, batch, weights, diagonal) -> tuple[Looks, Array]:
     """Every group of a batch dealt as (groups, n / groups, ...).
 

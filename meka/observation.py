@@ -32,8 +32,10 @@ from meka.groups import (
     fill,
     in_micro_batches,
     one_in,
+    others,
     share,
     summarise,
+    together,
 )
 from meka.transport import (
     Loss,
@@ -260,9 +262,14 @@ def _look(
     loss = mean_loss(batch, weights, total)
     if fewer == 1:
         values, gradient, change = transport(loss, params, previous, tangent)
+    elif tree.accelerated():
+        where = params, previous, tangent
+        values, gradient, change = _in_two(
+            mean_loss, transport, where, (batch, weights), fewer
+        )
     else:
         # Their gradient is computed once more: to put that of all together from two
-        # would be one more sum over all devices, and as long on small networks.
+        # would be one more sum over all devices, and as long on a CPU.
         (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         gradient, some = tree.one_by_one(gradient, one_in((batch, weights), fewer))
         _, _, change = transport(mean_loss(*some), params, previous, tangent)
@@ -274,6 +281,17 @@ def _look(
     unit = jnp.where(length > 0, length, 1)
     slope, curvature = (along_change - along_gradient) / unit, along_change / unit
     return Look(gradient, change, slope, curvature / unit, length), values
+
+
+def _in_two(mean_loss, transport, where, data, fewer) -> tuple[Array, PyTree, PyTree]:
+    """Values and gradient of all examples, put together from those that tell the change
+    of the gradient and the others."""
+    values, gradient, change = transport(mean_loss(*one_in(data, fewer)), *where)
+    (gradient, change), rest = tree.one_by_one((gradient, change), others(data, fewer))
+    both = jax.value_and_grad(mean_loss(*rest), has_aux=True)
+    (_, more), remaining = both(where[0])
+    gradient = jax.tree.map(lambda a, b: b + (a - b) / fewer, gradient, remaining)
+    return together(values, more), gradient, change
 
 
 def _mean_loss(losses, dtype, batch, weights, total: Any = None) -> Loss:

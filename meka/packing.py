@@ -127,8 +127,7 @@ def _is_better_flat(params: PyTree) -> bool:
     arithmetic is what takes the time, and a long vector takes long to compile.
     """
     several = len(jax.tree.leaves(params)) > 1
-    lone = jax.device_count() == 1 and not tree.alone()
-    return several and lone and tree.size(params) <= LARGE
+    return several and tree.accelerated() and tree.size(params) <= LARGE
 
 
 def _is_flat(x: object) -> bool:

@@ -7,6 +7,7 @@ nothing and without bias, since that direction did not see these examples.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -16,7 +17,7 @@ from meka import moments, tree
 from meka.checks import check_batch, check_losses, check_sample
 from meka.convolutions import for_inside
 from meka.gaussian import Moments
-from meka.groups import one_in, share
+from meka.groups import one_in, others, share, together
 from meka.observation import Losses, Observation
 from meka.tree import Array, PyTree
 
@@ -123,7 +124,8 @@ def curve(
     example's, with no backward pass and no memory. With ``sample`` one of so many
     examples is asked, where it divides their number and there is no mask. ``afresh``
     begins once the direction is known: nothing is kept for it that was computed for the
-    gradient, which saves memory and costs a pass forward.
+    gradient, which saves memory and costs a pass forward. For the same reason a lone
+    accelerator is then given one half of the examples after the other.
     """
     count = check_batch(batch, mask)
     check_losses(losses, params, batch, count)
@@ -138,7 +140,9 @@ def curve(
         here = params
         if afresh:
             tangent, here = tree.one_by_one(tangent, params)
-        slope, curvature = _per_example(losses, here, batch, tangent, micro_batches)
+        find = partial(_per_example, losses, here, tangent, micro_batches)
+        halves = afresh and tree.accelerated() and micro_batches == 1 and count % 2 == 0
+        slope, curvature = _in_halves(find, batch) if halves else find(batch)
         weights = jnp.ones(count) if mask is None else mask.astype(jnp.float32)
         keep = weights > 0
 
@@ -151,7 +155,12 @@ def curve(
     return along
 
 
-def _per_example(losses, params, batch, tangent, micro_batches) -> tuple[Array, Array]:
+def _in_halves(find: Callable[[PyTree], tuple[Array, Array]], batch: PyTree):
+    first, batch = tree.one_by_one(find(one_in(batch, 2)), batch)
+    return jax.tree.map(together, first, find(others(batch, 2)))
+
+
+def _per_example(losses, params, tangent, micro_batches, batch) -> tuple[Array, Array]:
     def both(part: PyTree) -> tuple[Array, Array]:
         def value(p: PyTree) -> Array:
             return losses(p, part)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from meka import tree
+from meka.activations import numbers_made
 from meka.checks import check_sample, check_wrappers
 from meka.observation import Losses, glance
 from meka.packing import LARGE
@@ -17,8 +18,11 @@ from meka.tree import Array, PyTree
 
 StepFunction = Callable[..., tuple[PyTree, PyTree, Info]]
 
-# In large networks one of so many examples tells the change of the gradient.
-_SAMPLE = 4
+# One of so many examples tells the change of the gradient in large networks, and where
+# a pass forward makes many more numbers than there are parameters: a product with the
+# Hessian holds twice as many as a gradient does.
+_SAMPLE_LARGE, _SAMPLE_HEAVY = 4, 2
+_HEAVY, _FEW = 4, 2**20  # so many for each parameter, and not below so many
 # Noise moves slowly, and measuring it costs as much as the gradient does on small
 # convolutional networks (docs/speed.md).
 _NOISE_EVERY = 8
@@ -58,7 +62,9 @@ def make_step(
         examples, and reckon with so much more noise: cheaper where arithmetic is what
         takes the time, and a filter that trusts itself less. On all of them, whatever
         is said here, with a mask, with micro-batches, where noise is measured at every
-        step, and in `auto`. By default 1, and 4 for more than two million parameters.
+        step, and in `auto`. By default 1; 4 for more than two million parameters; and 2
+        where the products of a pass forward, as of a convolutional network, are over a
+        million numbers and over four for each parameter.
 
     ``number``, the number of the step, decides where noise is measured. It is counted
     in the state by default; who maps the step over seeds passes it unmapped, since a
@@ -114,6 +120,13 @@ class Stepper:
             )
         return every
 
+    def _usual_sample(self, params: PyTree, batch: PyTree) -> int:
+        size = tree.size(params)
+        if size > LARGE:
+            return _SAMPLE_LARGE
+        made = numbers_made(self.losses, params, batch)
+        return _SAMPLE_HEAVY if made > max(_HEAVY * size, _FEW) else 1
+
     def take(
         self,
         params: PyTree,
@@ -132,7 +145,7 @@ class Stepper:
         optimizer = self.optimizer
         move = self.transport or getattr(optimizer, "transport", hessian_at_current)
         look = self.probe or getattr(optimizer, "probe", current)
-        sample = self.sample or (_SAMPLE if tree.size(params) > LARGE else 1)
+        sample = self.sample or self._usual_sample(params, batch)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
         observation, closer = glance(
             self.losses,

@@ -57,6 +57,11 @@ def alone() -> bool:
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
+def accelerated() -> bool:
+    """Whether there is one device, and that is no CPU."""
+    return jax.default_backend() != "cpu" and jax.device_count() == 1
+
+
 # Long sums are folded by one of these until they are short: XLA unrolls a reduction
 # over so few rows, which makes the loop over the columns a vector loop.
 _FOLDS = (8, 7, 6, 9, 10, 5, 4, 3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meka
+from meka import tree
 
 SIZE, BATCH, STEPS, SEEDS, EVERY = 6, 16, 400, 24, 8
 KEY = jax.random.key(0)
@@ -71,8 +72,13 @@ def test_the_noise_of_the_change_is_unbiased(every):
     held_to(info.change_noise[1:] / lengths**2, 0.25 / BATCH / SIZE)
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("transport", [meka.hessian_at_current, meka.difference])
-def test_some_examples_tell_the_change_and_all_the_gradient(transport):
+def test_some_examples_tell_the_change_and_all_the_gradient(
+    transport, accelerated, monkeypatch
+):
+    """On a lone accelerator the gradient is put together from some and the others."""
+    monkeypatch.setattr(tree, "accelerated", lambda: accelerated)
     params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
     batch = draw(jax.random.key(3))
 
@@ -88,6 +94,8 @@ def test_some_examples_tell_the_change_and_all_the_gradient(transport):
         seen.path.curvature.mean, quarter.path.curvature.mean, rtol=1e-5
     )
     assert seen.value == all_of_them.value
+    nan = tuple(x.at[5].set(jnp.nan) for x in batch)
+    assert observe(nan, sample=4).suspect == 5  # as the caller counts
     # Where a quarter of the examples is none, or some are padding, all are asked.
     mask = jnp.arange(BATCH) < 12
     assert observe(batch, sample=4, mask=mask).change.mean.tolist() == (

@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import meka
-from meka import Moments
+from meka import Moments, tree
 from meka.observation import Path
 from meka.probe import sometimes
 
@@ -74,6 +74,27 @@ def test_curve_is_exact_for_every_example(padding, micro_batches, x64):
         np.testing.assert_allclose(
             found.variance, each.var(ddof=1) / len(real), rtol=1e-11
         )
+
+
+def test_one_half_after_the_other_sees_what_all_see(x64, monkeypatch):
+    """As on a lone accelerator, where a probe is not to need more memory."""
+    params, direction, batch = problem()
+    whole = meka.curve(losses, params, batch, afresh=True)(direction)
+    monkeypatch.setattr(tree, "accelerated", lambda: True)
+    calls = []
+
+    def counted(params, batch):
+        calls.append(len(batch[1]))
+        return losses(params, batch)
+
+    halves = meka.curve(counted, params, batch, afresh=True)(direction)
+    assert calls[-1] == COUNT // 2
+    for found, wanted in zip(halves, whole, strict=True):
+        np.testing.assert_allclose(found.mean, wanted.mean, rtol=1e-12)
+        np.testing.assert_allclose(found.variance, wanted.variance, rtol=1e-11)
+    odd = jax.tree.map(lambda x: x[:7], batch)  # has no halves
+    meka.curve(counted, params, odd, afresh=True)(direction)
+    assert calls[-1] == 7
 
 
 def scene(last_norm: float, length: float) -> meka.Scene:
