@@ -17,7 +17,8 @@ depends on the noise between them.
 
 Products counts the matrix products of a layer: a gradient has 3, a gradient with a
 Hessian-vector product 9, two gradients 6, the current probe 5 more where it looks, at
-one step in eight; on a quarter of the examples a quarter, and the others' gradient.
+one step in eight; on a quarter of the examples a quarter, and the others' gradient. The
+count is that of all examples where the network decides how many are asked.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks import networks
 from meka.lab import timing
 
 PyTree = Any
+Held = dict[str, int]  # bytes at once, for each kind of step
 PAPER = {  # seconds a step as multiples of SGD's (its table 2): fixed, adaptive
     "mlp": (1.10, 1.00),
     "cnn": (0.83, 1.34),
@@ -164,6 +166,8 @@ def main_settings(network: networks.Network) -> list[Setting]:
             **lagged,
         ),
         ours(network, "meka PI, noise at every step", 14, meka.meka(), noise_every=1),
+        ours(network, "meka fixed step, sample 1", 9, fixed, sample=1, **lagged),
+        ours(network, "meka PI, sample 1", 14, meka.meka(), sample=1),
         ours(network, "meka fixed step, sample 4", 5, fixed, sample=4, **lagged),
         ours(network, "meka PI, sample 4", 6, meka.meka(), sample=4),
         automatic(network),
@@ -194,7 +198,7 @@ def all_settings(network: networks.Network, batch_size: int) -> list[Setting]:
 
 def prepare(
     setting: Setting, params: PyTree, blocks: list[PyTree], loop: int
-) -> tuple[timing.Contestant, int]:
+) -> tuple[timing.Contestant, Held]:
     """Compile a setting; also the bytes that one of its steps holds at once."""
     carry = jax.tree.map(jnp.copy, setting.start(params))
     if setting.run and loop == 1:
@@ -210,21 +214,22 @@ def prepare(
         loop,
     )
     block = sum(x.nbytes for x in jax.tree.leaves(blocks[0]))
-    return contestant, timing.peak_bytes(step) - block * (loop - 1) // loop
+    return contestant, {"all": timing.peak_bytes(step) - block * (loop - 1) // loop}
 
 
 def running(
     name: str, run: meka.Run, blocks: list[PyTree]
-) -> tuple[timing.Contestant, int]:
+) -> tuple[timing.Contestant, Held]:
     """The same of a run, whose steps are of several kinds."""
     for block in (blocks * 2)[: 2 * BATCHES]:
         run.step(block)
-    held = [timing.peak_bytes(step) for step in run.compiled(blocks[0])]
+    steps = run.compiled(blocks[0])
+    held = {kind: timing.peak_bytes(step) for kind, step in steps.items()}
     turns = itertools.cycle(blocks)
     contestant = timing.Contestant(
         name, lambda last, turns: run.step(next(turns)), None, turns
     )
-    return contestant, max(held)
+    return contestant, held
 
 
 def blocks_of(network: networks.Network, batch_size: int, loop: int) -> list[PyTree]:
@@ -257,6 +262,7 @@ def measure(
         if done % 10 == 0:
             say(f"round {done}/{rounds}")
 
+    least = max(memory[0].values())
     cycle = 8 if jax.default_backend() == "cpu" else 16
     timing.interleave(list(contestants), rounds=rounds, cycle=cycle, progress=progress)
     return [
@@ -264,8 +270,9 @@ def measure(
             "name": setting.name,
             "products": setting.products,
             **timing.summary(contestant, contestants[0]),
-            "bytes": held,
-            "bytes_ratio": held / memory[0],
+            "bytes": max(held.values()),
+            "bytes_ratio": max(held.values()) / least,
+            "kinds": {kind: size / least for kind, size in held.items()},
         }
         for setting, contestant, held in zip(settings, contestants, memory, strict=True)
     ]
@@ -275,15 +282,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def by_kind(ratios: dict[str, float]) -> str:
+    if len(ratios) == 1:
+        return ""
+    return ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items())
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'':40} {'products':>8} {'ms':>9} {'x adam':>7} {'quartiles':>13} "
-        f"{'MB':>8} {'x adam':>7}"
+        f"{'MB':>8} {'x adam':>7}  by what a step looks at"
     ]
     lines += [
         f"{r['name']:40} {r['products']:8d} {1e3 * r['seconds']:9.3f} "
         f"{r['ratio']:7.2f} {r['ratio_low']:6.2f}-{r['ratio_high']:<6.2f} "
-        f"{r['bytes'] / 1e6:8.1f} {r['bytes_ratio']:7.2f}"
+        f"{r['bytes'] / 1e6:8.1f} {r['bytes_ratio']:7.2f}  {by_kind(r['kinds'])}"
         for r in rows
     ]
     return "\n".join(lines)

@@ -17,6 +17,8 @@ from meka.training import Stepper
 from meka.transport import Transport
 from meka.tree import Array, PyTree
 
+# Of steps, by whether they measure noise, and look at the change of the gradient.
+_KINDS = {(True, True): "noise", (False, True): "change", (False, False): "gradient"}
 _LATER = 2  # steps, until the host looks at what the device has found out
 
 
@@ -145,15 +147,17 @@ class Run:
 
     def compiled(
         self, batch: PyTree, mask: Array | None = None
-    ) -> list[jax.stages.Compiled]:
-        """The steps taken so far, a kind each, compiled for such a batch.
+    ) -> dict[str, jax.stages.Compiled]:
+        """The kinds of steps taken so far, compiled for such a batch.
 
-        To be looked into: `memory_analysis`, `cost_analysis`, `as_text`.
+        By what they look at: "noise", "change", or the "gradient" alone. To be looked
+        into: `memory_analysis`, `cost_analysis`, `as_text`.
         """
         carry = self._scalars, self._arrays
-        return [
-            step.lower(*carry, batch, mask).compile() for step in self._steps.values()
-        ]
+        return {
+            _KINDS[kind]: step.lower(*carry, batch, mask).compile()
+            for kind, step in self._steps.items()
+        }
 
     def _seen(self, which: int) -> PyTree:
         if self._show is None:

@@ -232,3 +232,13 @@ def test_flat_and_packed_trees_come_back_with_every_dtype():
     again = packer.unpack((vectors, arrays))
     assert_same(tree[:3], again[:3])
     assert jnp.issubdtype(again[3].dtype, jax.dtypes.prng_key)
+
+
+def test_steps_are_there_to_be_looked_into():
+    optimizer, batches = meka.auto(100), stream(4)
+    run = meka.Run(losses, optimizer, *start(optimizer), noise_every=2)
+    step_by_step(run, batches)
+    steps = run.compiled(jax.tree.map(lambda x: x[0], batches))
+    assert {"noise"} < set(steps) <= {"noise", "change", "gradient"}
+    for step in steps.values():
+        assert step.memory_analysis().temp_size_in_bytes > 0
