@@ -189,8 +189,8 @@ def glance(
     # alone it is computed where they are made, since what a choice is handed is
     # written out as well.
     handed = None if transport is difference else _displacement(params, previous)
-    where = (params, previous, handed)
-    look = partial(_look, losses, transport, *where)
+    points = (params, previous)
+    look = partial(_look, losses, transport, *points, handed)
     parts = max(groups, micro_batches)
     batch, weights = fill(batch, mask, -count % parts)
     hand_out = partial(deal, parts=parts)
@@ -211,7 +211,7 @@ def glance(
         values = values.T.ravel()[:count]  # an index means the caller's example
         return told(looks, values, True), None
 
-    def scatters(batch: PyTree) -> _Scatters:
+    def scatters(look: Callable[..., tuple[Look, Array]], batch: PyTree) -> _Scatters:
         # Only scalars come out of the choice: gradients would be copied.
         some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
         if measure is False:
@@ -225,7 +225,7 @@ def glance(
     given = jax.tree.map(lambda x: x[:count], (batch, weights))
     if follow is True:
         # First, while nothing else of the parameters' size is needed.
-        apart = scatters(batch)
+        apart = scatters(look, batch)
         if measure is not False:
             apart, given = tree.one_by_one(apart, given)
         fewer = share(sample, count, mask)
@@ -233,17 +233,19 @@ def glance(
         seen = told(_around(whole, shares, apart), values, measure)
         return _on_fewer(seen, fewer), None
 
-    whole, values = _look(losses, gradient_alone, *where, *given)
+    whole, values = _look(losses, gradient_alone, *points, None, *given)
     nothing = _around(whole, shares, _no_scatters(params))
     seen = told(nothing, values, False)._replace(followed=False)
     if follow is False:
         return seen, None
 
     def closer() -> Observation:
-        seen, data = tree.one_by_one(whole, batch)
-        apart, data = tree.one_by_one(scatters(data), data)
+        gradient, (data, ends) = tree.one_by_one(whole.gradient, (batch, points))
+        look = partial(_look, losses, transport, *ends, None)
+        apart, (data, ends) = tree.one_by_one(scatters(look, data), (data, ends))
         data = jax.tree.map(lambda x: x[:count], (data, weights))
-        more = for_inside(partial(_follow, losses, params, previous, seen))(*data)
+        seen = whole._replace(gradient=gradient)
+        more = for_inside(partial(_follow, losses, *ends, seen))(*data)
         return told(_around(more, shares, apart), values, measure)
 
     return seen, Closer(follow, closer)
@@ -257,8 +259,7 @@ def _look(
     The change of the gradient is that of one in ``fewer`` examples.
     """
     mean_loss = partial(_mean_loss, losses, tree.scalar_dtype(params))
-    displacement = _displacement(params, previous) if handed is None else handed
-    tangent = tree.cast_like(displacement, params)
+    tangent = None if handed is None else tree.cast_like(handed, params)
     loss = mean_loss(batch, weights, total)
     if fewer == 1:
         values, gradient, change = transport(loss, params, previous, tangent)
@@ -274,6 +275,11 @@ def _look(
         gradient, some = tree.one_by_one(gradient, one_in((batch, weights), fewer))
         _, _, change = transport(mean_loss(*some), params, previous, tangent)
     gradient, change = tree.widen(gradient), tree.widen(change)
+    displacement = handed
+    if handed is None:
+        # Only now, and again for whoever else needs it: it is not to be kept.
+        gradient, ends = tree.one_by_one(gradient, (params, previous))
+        displacement = _displacement(*ends)
     along_change, along_gradient, square = tree.dots(
         (change, displacement), (gradient, displacement), (displacement, displacement)
     )
