@@ -8,7 +8,13 @@ import optax
 
 from meka import tree
 from meka.activations import numbers_made
-from meka.checks import check_sample, check_wrappers
+from meka.checks import (
+    check_batch,
+    check_losses,
+    check_params,
+    check_sample,
+    check_wrappers,
+)
 from meka.observation import Losses, glance
 from meka.packing import LARGE
 from meka.probe import ProbeFunction, current, curve, sometimes
@@ -120,7 +126,9 @@ class Stepper:
             )
         return every
 
-    def _usual_sample(self, params: PyTree, batch: PyTree) -> int:
+    def _usual_sample(self, params: PyTree, batch: PyTree, mask: Array | None) -> int:
+        check_params(params)
+        check_losses(self.losses, params, batch, check_batch(batch, mask))
         size = tree.size(params)
         if size > LARGE:
             return _SAMPLE_LARGE
@@ -145,7 +153,7 @@ class Stepper:
         optimizer = self.optimizer
         move = self.transport or getattr(optimizer, "transport", hessian_at_current)
         look = self.probe or getattr(optimizer, "probe", current)
-        sample = self.sample or self._usual_sample(params, batch)
+        sample = self.sample or self._usual_sample(params, batch, mask)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
         observation, closer = glance(
             self.losses,

@@ -70,5 +70,5 @@ def test_large_networks_ask_a_quarter():
     options = (meka.meka(), 2, None, None, 1, None, None)
     stepper = Stepper(lambda p, x: (x @ p).sum(-1), *options)
     large, small = jnp.zeros((1500, 1500)), jnp.zeros((1000, 1000))
-    assert stepper._usual_sample(large, jnp.zeros((8, 1500))) == 4
-    assert stepper._usual_sample(small, jnp.zeros((8, 1000))) == 1
+    assert stepper._usual_sample(large, jnp.zeros((8, 1500)), None) == 4
+    assert stepper._usual_sample(small, jnp.zeros((8, 1000)), None) == 1
