@@ -241,4 +241,6 @@ def test_steps_are_there_to_be_looked_into():
     steps = run.compiled(jax.tree.map(lambda x: x[0], batches))
     assert {"noise"} < set(steps) <= {"noise", "change", "gradient"}
     for step in steps.values():
-        assert step.memory_analysis().temp_size_in_bytes > 0
+        memory = step.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes > 0
