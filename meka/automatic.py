@@ -11,7 +11,7 @@ from meka.gaussian import Gaussian, Moments
 from meka.improvement import ImprovementModel
 from meka.observation import Closer, Observation
 from meka.optimizer import filter_value, refused, scale_by_meka
-from meka.packing import Orderless
+from meka.packing import Own
 from meka.probe import Probe, Scene, lagged
 from meka.state import Info, State
 from meka.transport import difference
@@ -48,12 +48,13 @@ class AutoState(NamedTuple):
     average: PyTree
 
 
-class Automatic(Orderless):
+class Automatic(Own):
     """An optimizer that says how it wants to be observed; `make_step` listens."""
 
     transport = staticmethod(difference)
     probe = staticmethod(lagged)
     noise_every = _NOISE_EVERY
+    sound = False
 
 
 def auto(total_steps: int | None = None) -> Automatic:

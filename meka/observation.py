@@ -170,11 +170,13 @@ def glance(
     measure: Array | bool,
     follow: Array | bool,
     sample: int,
+    displacement: PyTree | None = None,
 ) -> tuple[Observation, Closer | None]:
     """`observe`, but where ``follow`` is known only at run time.
 
     Then it is what the gradient alone says, without its change or noise, and a closer
-    look at these, to be taken inside of a choice that is made anyway.
+    look at these, to be taken inside of a choice that is made anyway. Where a
+    ``displacement`` is given, there is no look at ``previous``.
     """
     check_params(params)
     check_previous(params, previous)
@@ -188,7 +190,9 @@ def glance(
     # A transport that multiplies by the displacement needs it written out; for sums
     # alone it is computed where they are made, since what a choice is handed is
     # written out as well.
-    handed = None if transport is difference else _displacement(params, previous)
+    handed = displacement
+    if handed is None and transport is not difference:
+        handed = _displacement(params, previous)
     points = (params, previous)
     look = partial(_look, losses, transport, *points, handed)
     parts = max(groups, micro_batches)

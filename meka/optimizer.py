@@ -21,7 +21,7 @@ from meka.improvement import Rule, probability_of_improvement
 from meka.lasting import look_along, unlearn
 from meka.observation import Closer, Observation, settle
 from meka.overshoot import ends, forget, second_thoughts
-from meka.packing import Orderless
+from meka.packing import Own
 from meka.probe import Probe, Scene
 from meka.state import Held, Info, State, initial_state
 from meka.tree import Array, PyTree
@@ -93,15 +93,17 @@ def scale_by_meka(
         observation: Observation | None = None,
         probe: Callable[[Scene], Probe] | None = None,
         closer: Closer | None = None,
+        displacement: PyTree | None = None,
         **extra: object,
     ) -> tuple[PyTree, State]:
         del updates, extra
         observation, probe, params = _require(observation, probe, params)
         observation = settle(observation, closer)
         _check_structure(state, observation)
-        displacement = tree.subtract(
-            tree.widen(params), tree.widen(state.previous_params)
-        )
+        if displacement is None:
+            displacement = tree.subtract(
+                tree.widen(params), tree.widen(state.previous_params)
+            )
 
         # Observe: noise is averaged over time (MeanVarEMA of Alg. 1).
         value_noise = state.value_noise.add(observation.value.variance, value_decay)
@@ -123,8 +125,13 @@ def scale_by_meka(
         surprise = tree.subtract(
             tree.subtract(g.mean, state.gradient.mean), change.mean
         )
-        along, surprise_square = tree.dots(
-            (state.gradient.mean, displacement), (surprise, surprise)
+        straight = direction is steepest and not diagonal
+        pairs = _parts_of_the_norm(state, change.mean, g.mean) if straight else ()
+        along, surprise_square, extent, *parts = tree.dots(
+            (state.gradient.mean, displacement),
+            (surprise, surprise),
+            (params, params),
+            *pairs,
         )
         moved = path.length**2
         known = _finite(state.gradient.variance)
@@ -157,9 +164,15 @@ def scale_by_meka(
 
         # Aim.
         heading = direction(gradient)
-        square, descent, gradient_square = tree.dots(
-            (heading, heading), (heading, gradient.mean), (gradient.mean, gradient.mean)
-        )
+        if straight:
+            square = gradient_square = _norm_of_the_mix(gain, *parts)
+            descent = -square
+        else:
+            square, descent, gradient_square = tree.dots(
+                (heading, heading),
+                (heading, gradient.mean),
+                (gradient.mean, gradient.mean),
+            )
         heading_norm = jnp.sqrt(square)
 
         # Probe, and step.
@@ -236,7 +249,8 @@ def scale_by_meka(
             steps=steps,
             info=info,
         )
-        accepted = _sound(info, observation, step_size * heading_norm)
+        accepted = _sound(info, observation, step_size * heading_norm, extent)
+        heading = None if straight else heading
         return _accept(accepted, heading, step_size, new, state, observation, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -259,8 +273,8 @@ def adameka(
     return _descend(scale_by_meka(rule, adam_style(epsilon), **options))
 
 
-def _descend(ascent: optax.GradientTransformationExtraArgs) -> Orderless:
-    return Orderless(*optax.chain(ascent, optax.scale(-1.0)))
+def _descend(ascent: optax.GradientTransformationExtraArgs) -> Own:
+    return Own(*optax.chain(ascent, optax.scale(-1.0)))
 
 
 def filter_value(
@@ -330,14 +344,32 @@ def _spreads(
     }
 
 
-def _sound(info: Info, observation: Observation, length: Array) -> Array:
+def _parts_of_the_norm(state: State, change: PyTree, observed: PyTree) -> tuple:
+    """Whose inner products tell the norm of any mix of prediction and observation."""
+    # Times one, which the compiler cannot know: the same sum as in the prediction would
+    # be stored for both who need it, instead of summed as it comes.
+    moved = tree.scale(state.count >= 0, change)
+    predicted = jax.tree.map(jnp.add, state.gradient.mean, moved)
+    return (predicted, predicted), (predicted, observed), (observed, observed)
+
+
+def _norm_of_the_mix(gain: Array, before: Array, both: Array, seen: Array) -> Array:
+    """|(1 - K) m⁻ + K g|², known before the mix itself has been written anywhere."""
+    keep = 1 - gain
+    mixed = keep * (keep * before + 2 * gain * both) + gain * gain * seen
+    return jnp.where(gain < 1, jnp.maximum(mixed, 0), seen)
+
+
+def _sound(info: Info, observation: Observation, length: Array, extent: Array) -> Array:
     """Whether every number that decided this step is finite.
 
     Norms and traces of the new state are among them, so a single bad coordinate of
-    the gradient or its change shows up here without another pass over it.
+    the gradient or its change shows up here without another pass over it. So are the
+    squares of the parameters and of the step, so that their sum is finite, too
+    (`tree.is_wide`).
     """
     parts = [x for x in jax.tree.leaves(info) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    parts.append(length)
+    parts += [length * length, extent]
     finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(length.dtype) for x in parts])))
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
@@ -354,13 +386,14 @@ def refused(state: State, observation: Observation) -> State:
 
 def _accept(accepted, heading, step_size, new, old, observation, params):
     """The step and the new state, or no step and the old state with one more count."""
+    kept = tree.select(accepted, new, refused(old, observation))
     step = jnp.where(accepted, -step_size, 0)
     updates = jax.tree.map(
         lambda d, p: jnp.where(accepted, step.astype(d.dtype) * d, 0).astype(p.dtype),
-        heading,
+        heading if heading is not None else steepest(kept.gradient),
         params,
     )
-    return updates, tree.select(accepted, new, refused(old, observation))
+    return updates, kept
 
 
 def _finite(variance: PyTree) -> PyTree:

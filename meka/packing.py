@@ -30,8 +30,13 @@ _OWN = (None, hessian_at_current, hessian_at_previous, difference, current, lagg
 Packed: TypeAlias = tuple[list[Array], list[Array]]
 
 
-class Orderless(optax.GradientTransformationExtraArgs):
-    """An optimizer that does not see how coordinates are arranged in arrays."""
+class Own(optax.GradientTransformationExtraArgs):
+    """An optimizer that is ours as it stands, with nothing before or behind it.
+
+    It does not see how coordinates are arranged in arrays.
+    """
+
+    sound = True  # a step that it accepts ends where all is finite, if `tree.is_wide`
 
 
 @jax.tree_util.register_pytree_node_class
@@ -116,7 +121,7 @@ def flattener(
     optimizer: object, params: PyTree, transport: object, probe: object
 ) -> Flattener | None:
     """For parameters that are better in vectors, where nobody sees how they are."""
-    own = isinstance(optimizer, Orderless) and transport in _OWN and probe in _OWN
+    own = isinstance(optimizer, Own) and transport in _OWN and probe in _OWN
     return Flattener(params) if own and _is_better_flat(params) else None
 
 

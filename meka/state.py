@@ -144,11 +144,11 @@ def find_state(state: PyTree) -> State:
     return found[0]
 
 
-def replace_info(state: PyTree, info: Info) -> PyTree:
-    """The state of an optax chain with another `Info` in it."""
+def replace_in(state: PyTree, **fields: PyTree) -> PyTree:
+    """The state of an optax chain with other fields in the `State` of meka."""
 
     def swap(x: PyTree) -> PyTree:
-        return x._replace(info=info) if isinstance(x, State) else x
+        return x._replace(**fields) if isinstance(x, State) else x
 
     return jax.tree.map(swap, state, is_leaf=_is_ours)
 

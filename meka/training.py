@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -16,9 +17,9 @@ from meka.checks import (
     check_wrappers,
 )
 from meka.observation import Losses, glance
-from meka.packing import LARGE
+from meka.packing import LARGE, Own
 from meka.probe import ProbeFunction, current, curve, sometimes
-from meka.state import Info, find_state, replace_info
+from meka.state import Info, find_state, replace_in
 from meka.transport import Transport, hessian_at_current
 from meka.tree import Array, PyTree
 
@@ -143,15 +144,16 @@ class Stepper:
         mask: Array | None,
         measure: Array | bool,
         follow: Array | bool,
+        displaced: bool = False,
     ) -> tuple[PyTree, PyTree, Info]:
         """One step that is told what to measure: noise, the change of the gradient.
 
         There is nothing to choose at run time where it is told by ``True`` or
-        ``False``, and not by an array.
+        ``False``, and not by an array. If ``displaced``, as `can_be_displaced` says,
+        the state has the last displacement where the last parameters are otherwise.
         """
         own = find_state(state)
-        optimizer = self.optimizer
-        move = self.transport or getattr(optimizer, "transport", hessian_at_current)
+        optimizer, move = self.optimizer, self.move()
         look = self.probe or getattr(optimizer, "probe", current)
         sample = self.sample or self._usual_sample(params, batch, mask)
         fewer = self.every(params, state) > 1 and self.micro_batches == 1
@@ -168,6 +170,7 @@ class Stepper:
             measure=measure,
             follow=follow,
             sample=1 if own.lasting else sample,
+            displacement=own.previous_params if displaced else None,
         )
         along = curve(
             self.losses,
@@ -188,28 +191,54 @@ class Stepper:
             observation=observation,
             probe=lambda scene: look(scene, along),
             closer=closer,
+            displacement=own.previous_params if displaced else None,
         )
-        return _keep_sound(params, state, updates, new_state)
+        sound = find_state(new_state).info.accepted
+        if not (isinstance(optimizer, Own) and optimizer.sound and tree.is_wide(params)):
+            sound, new_state = _checked(sound, params, state, updates, new_state)
+        moved = optax.apply_updates(params, updates)
+        if displaced:
+            # The parameters wait for what is kept of them, and need not be copied.
+            last = tree.subtract(moved, params)
+            last = tree.select(sound, last, own.previous_params)
+            moved = jax.tree.map(jnp.add, params, last)
+            new_state = replace_in(new_state, previous_params=last)
+        # Not moved by zero, which would turn a negative zero.
+        params = tree.select(sound, moved, params)
+        return params, new_state, find_state(new_state).info
+
+    def move(self) -> Transport:
+        """How the change of the gradient is observed."""
+        return self.transport or getattr(
+            self.optimizer, "transport", hessian_at_current
+        )
+
+    def can_be_displaced(self, params: PyTree) -> bool:
+        """Whether the last displacement is all that is needed of the last parameters.
+
+        It then takes their place in the state of a run on a lone CPU, and a step
+        writes down one array of the size of the parameters less.
+        """
+        exact = all(x.dtype == tree.wide(x) for x in jax.tree.leaves(params))
+        return tree.alone() and exact and self.move() is hessian_at_current
 
 
 def _is_diagonal(params: PyTree, state: PyTree) -> bool:
     return tree.same_structure(find_state(state).gradient.variance, params)
 
 
-def _keep_sound(params, state, updates, new_state) -> tuple[PyTree, PyTree, Info]:
-    """Apply the updates, or nothing at all if the step or its result is not finite."""
-    info = find_state(new_state).info
+def _checked(
+    accepted: Array, params: PyTree, state: PyTree, updates: PyTree, new_state: PyTree
+) -> tuple[Array, PyTree]:
+    """Whether the parameters are finite after the step, and the state if they are."""
     # Times one, which the compiler cannot know: it then makes the sum here and where it
     # is stored, instead of storing it twice.
-    trial = optax.apply_updates(params, tree.scale(info.accepted, updates))
-    sound = info.accepted & tree.is_finite(trial)
-    before = find_state(state).info
+    trial = optax.apply_updates(params, tree.scale(accepted, updates))
+    sound = accepted & tree.is_finite(trial)
+    info, before = find_state(new_state).info, find_state(state).info
     refused = before._replace(
-        suspect=jnp.where(info.accepted, -1, info.suspect),
+        suspect=jnp.where(accepted, -1, info.suspect),
         accepted=jnp.zeros((), bool),
         rejected=before.rejected + 1,
     )
-    old_state = replace_info(state, refused)
-    params = tree.select(sound, optax.apply_updates(params, updates), params)
-    state = tree.select(sound, new_state, old_state)
-    return params, state, tree.select(sound, info, refused)
+    return sound, tree.select(sound, new_state, replace_in(state, info=refused))

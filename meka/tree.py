@@ -66,6 +66,9 @@ def accelerated() -> bool:
 # over so few rows, which makes the loop over the columns a vector loop.
 _FOLDS = (8, 7, 6, 9, 10, 5, 4, 3)
 _SHORT = 128
+# What is less than this in half precision's largest number, and far more than the root
+# of the largest in which squares are summed.
+_WIDE = 1e30
 
 
 def _one_pass(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
@@ -173,6 +176,11 @@ def is_finite(tree: PyTree) -> Array:
     zero = jnp.zeros((), jnp.float32)
     sums = [_one_pass([x, x], [zero, -zero]) for x in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack([x + y == 0 for x, y in sums]))
+
+
+def is_wide(tree: PyTree) -> bool:
+    """Whether sums of coordinates are finite whose squares are, in their own dtype."""
+    return all(jnp.finfo(x.dtype).max > _WIDE for x in jax.tree.leaves(tree))
 
 
 def ratio(a: Array, b: Array) -> Array:
