@@ -12,8 +12,8 @@ from meka import tree
 from meka.observation import Losses
 from meka.packing import Packer, flattener
 from meka.probe import ProbeFunction
-from meka.state import Info, find_state, replace_in
-from meka.training import Stepper
+from meka.state import Info, find_state
+from meka.training import Stepper, other_end
 from meka.transport import Transport
 from meka.tree import Array, PyTree
 
@@ -111,7 +111,7 @@ class Run:
         self._every = self._stepper.every(params, state)
         self._displaced = self._stepper.can_be_displaced(params)
         if self._displaced:
-            state = jax.jit(_other_end)(params, state)
+            state = jax.jit(other_end)(params, state)
         self._packer = Packer((params, state))
         self._scalars, self._arrays = jax.jit(self._packer.pack)((params, state))
         self._places: Any = find_state(self._packer.places()[1])
@@ -168,7 +168,7 @@ class Run:
             def show(scalars, arrays, which):
                 params, state = self._packer.unpack((scalars, arrays))
                 if self._displaced:
-                    state = _other_end(params, state)
+                    state = other_end(params, state)
                 carry = params, state
                 # Copies, since what is kept here is overwritten by the next step.
                 return jax.tree.map(jnp.copy, self._whole(carry[which]))
@@ -215,9 +215,3 @@ class Run:
             return packer.pack((params, state))
 
         return jax.jit(take, donate_argnums=1)
-
-
-def _other_end(params: PyTree, state: PyTree) -> PyTree:
-    """A state with the last displacement for the last parameters, or the reverse."""
-    last = tree.subtract(params, find_state(state).previous_params)
-    return replace_in(state, previous_params=last)

@@ -196,10 +196,11 @@ class Stepper:
         sound = find_state(new_state).info.accepted
         if not (isinstance(optimizer, Own) and optimizer.sound and tree.is_wide(params)):
             sound, new_state = _checked(sound, params, state, updates, new_state)
-        moved = optax.apply_updates(params, updates)
+        # The parameters wait for what is kept of them, and need not be copied.
+        kept = find_state(new_state).previous_params if tree.alone() else params
+        moved = optax.apply_updates(kept, updates)
         if displaced:
-            # The parameters wait for what is kept of them, and need not be copied.
-            last = tree.subtract(moved, params)
+            last = tree.subtract(optax.apply_updates(params, updates), params)
             last = tree.select(sound, last, own.previous_params)
             moved = jax.tree.map(jnp.add, params, last)
             new_state = replace_in(new_state, previous_params=last)
@@ -221,6 +222,12 @@ class Stepper:
         """
         exact = all(x.dtype == tree.wide(x) for x in jax.tree.leaves(params))
         return tree.alone() and exact and self.move() is hessian_at_current
+
+
+def other_end(params: PyTree, state: PyTree) -> PyTree:
+    """A state with the last displacement for the last parameters, or the reverse."""
+    last = tree.subtract(params, find_state(state).previous_params)
+    return replace_in(state, previous_params=last)
 
 
 def _is_diagonal(params: PyTree, state: PyTree) -> bool:

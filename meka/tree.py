@@ -180,7 +180,7 @@ def is_finite(tree: PyTree) -> Array:
 
 def is_wide(tree: PyTree) -> bool:
     """Whether sums of coordinates are finite whose squares are, in their own dtype."""
-    return all(jnp.finfo(x.dtype).max > _WIDE for x in jax.tree.leaves(tree))
+    return all(float(jnp.finfo(x.dtype).max) > _WIDE for x in jax.tree.leaves(tree))
 
 
 def ratio(a: Array, b: Array) -> Array:
