@@ -125,13 +125,11 @@ def scale_by_meka(
         surprise = tree.subtract(
             tree.subtract(g.mean, state.gradient.mean), change.mean
         )
-        straight = direction is steepest and not diagonal
+        straight = tree.alone() and direction is steepest and not diagonal
         pairs = _parts_of_the_norm(state, change.mean, g.mean) if straight else ()
-        along, surprise_square, extent, *parts = tree.dots(
-            (state.gradient.mean, displacement),
-            (surprise, surprise),
-            (params, params),
-            *pairs,
+        extent = ((params, params),) if tree.alone() else ()
+        along, surprise_square, *others = tree.dots(
+            (state.gradient.mean, displacement), (surprise, surprise), *pairs, *extent
         )
         moved = path.length**2
         known = _finite(state.gradient.variance)
@@ -165,7 +163,7 @@ def scale_by_meka(
         # Aim.
         heading = direction(gradient)
         if straight:
-            square = gradient_square = _norm_of_the_mix(gain, *parts)
+            square = gradient_square = _norm_of_the_mix(gain, *others[:3])
             descent = -square
         else:
             square, descent, gradient_square = tree.dots(
@@ -249,9 +247,14 @@ def scale_by_meka(
             steps=steps,
             info=info,
         )
-        accepted = _sound(info, observation, step_size * heading_norm, extent)
-        heading = None if straight else heading
-        return _accept(accepted, heading, step_size, new, state, observation, params)
+        length = step_size * heading_norm
+        if extent:
+            length = jnp.maximum(length * length, others[-1])
+        accepted = _sound(info, observation, length)
+        kept = tree.select(accepted, new, refused(state, observation))
+        if straight:  # read from where it is kept, instead of made twice
+            heading = direction(kept.gradient)
+        return _updates(accepted, heading, step_size, params), kept
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -345,7 +348,7 @@ def _spreads(
 
 
 def _parts_of_the_norm(state: State, change: PyTree, observed: PyTree) -> tuple:
-    """Whose inner products tell the norm of any mix of prediction and observation."""
+    """Whose inner products tell the norm of every mix of prediction and observation."""
     # Times one, which the compiler cannot know: the same sum as in the prediction would
     # be stored for both who need it, instead of summed as it comes.
     moved = tree.scale(state.count >= 0, change)
@@ -354,22 +357,22 @@ def _parts_of_the_norm(state: State, change: PyTree, observed: PyTree) -> tuple:
 
 
 def _norm_of_the_mix(gain: Array, before: Array, both: Array, seen: Array) -> Array:
-    """|(1 - K) m⁻ + K g|², known before the mix itself has been written anywhere."""
+    """|(1 - K) m⁻ + K g|², known before the mix itself is written anywhere."""
     keep = 1 - gain
     mixed = keep * (keep * before + 2 * gain * both) + gain * gain * seen
     return jnp.where(gain < 1, jnp.maximum(mixed, 0), seen)
 
 
-def _sound(info: Info, observation: Observation, length: Array, extent: Array) -> Array:
+def _sound(info: Info, observation: Observation, length: Array) -> Array:
     """Whether every number that decided this step is finite.
 
     Norms and traces of the new state are among them, so a single bad coordinate of
-    the gradient or its change shows up here without another pass over it. So are the
-    squares of the parameters and of the step, so that their sum is finite, too
-    (`tree.is_wide`).
+    the gradient or its change shows up here without another pass over it. On a lone CPU
+    ``length`` stands for the squares of the parameters and of the step: where they are
+    finite, so is their sum (`tree.is_wide`).
     """
     parts = [x for x in jax.tree.leaves(info) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    parts += [length * length, extent]
+    parts.append(length)
     finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(length.dtype) for x in parts])))
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
@@ -384,16 +387,14 @@ def refused(state: State, observation: Observation) -> State:
     return state._replace(info=info)
 
 
-def _accept(accepted, heading, step_size, new, old, observation, params):
-    """The step and the new state, or no step and the old state with one more count."""
-    kept = tree.select(accepted, new, refused(old, observation))
+def _updates(accepted, heading, step_size, params) -> PyTree:
+    """The step, or none."""
     step = jnp.where(accepted, -step_size, 0)
-    updates = jax.tree.map(
+    return jax.tree.map(
         lambda d, p: jnp.where(accepted, step.astype(d.dtype) * d, 0).astype(p.dtype),
-        heading if heading is not None else steepest(kept.gradient),
+        heading,
         params,
     )
-    return updates, kept
 
 
 def _finite(variance: PyTree) -> PyTree:

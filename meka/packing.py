@@ -36,7 +36,8 @@ class Own(optax.GradientTransformationExtraArgs):
     It does not see how coordinates are arranged in arrays.
     """
 
-    sound = True  # a step that it accepts ends where all is finite, if `tree.is_wide`
+    # What it accepts on a lone CPU ends where all is finite, if `tree.is_wide`.
+    sound = True
 
 
 @jax.tree_util.register_pytree_node_class

@@ -194,7 +194,7 @@ class Stepper:
             displacement=own.previous_params if displaced else None,
         )
         sound = find_state(new_state).info.accepted
-        if not (isinstance(optimizer, Own) and optimizer.sound and tree.is_wide(params)):
+        if not self._vouched(params):
             sound, new_state = _checked(sound, params, state, updates, new_state)
         # The parameters wait for what is kept of them, and need not be copied.
         kept = find_state(new_state).previous_params if tree.alone() else params
@@ -207,6 +207,11 @@ class Stepper:
         # Not moved by zero, which would turn a negative zero.
         params = tree.select(sound, moved, params)
         return params, new_state, find_state(new_state).info
+
+    def _vouched(self, params: PyTree) -> bool:
+        """Whether what is accepted needs no second look at where it leads."""
+        own = isinstance(self.optimizer, Own) and self.optimizer.sound
+        return own and tree.alone() and tree.is_wide(params)
 
     def move(self) -> Transport:
         """How the change of the gradient is observed."""
