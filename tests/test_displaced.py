@@ -139,7 +139,9 @@ def test_norms_are_those_of_the_belief_itself(noise):
 @pytest.mark.float32
 @pytest.mark.parametrize("kind", ["ours", "in a chain"])
 @pytest.mark.parametrize(
-    ("dtype", "rate"), [(jnp.float32, 1e34), (jnp.float16, 1e-2)], ids=["single", "half"]
+    ("dtype", "rate"),
+    [(jnp.float32, 1e34), (jnp.float16, 1e-2)],
+    ids=["single", "half"],
 )
 def test_a_step_past_the_largest_number_is_refused(kind, dtype, rate):
     """All that decides it is finite; only the parameters would not be."""
