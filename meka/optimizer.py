@@ -125,11 +125,13 @@ def scale_by_meka(
         surprise = tree.subtract(
             tree.subtract(g.mean, state.gradient.mean), change.mean
         )
-        straight = tree.alone() and direction is steepest and not diagonal
+        straight = direction is steepest and not diagonal
         pairs = _parts_of_the_norm(state, change.mean, g.mean) if straight else ()
-        extent = ((params, params),) if tree.alone() else ()
-        along, surprise_square, *others = tree.dots(
-            (state.gradient.mean, displacement), (surprise, surprise), *pairs, *extent
+        along, surprise_square, extent, *parts = tree.dots(
+            (state.gradient.mean, displacement),
+            (surprise, surprise),
+            (params, params),
+            *pairs,
         )
         moved = path.length**2
         known = _finite(state.gradient.variance)
@@ -163,7 +165,7 @@ def scale_by_meka(
         # Aim.
         heading = direction(gradient)
         if straight:
-            square = gradient_square = _norm_of_the_mix(gain, *others[:3])
+            square = gradient_square = _norm_of_the_mix(gain, *parts)
             descent = -square
         else:
             square, descent, gradient_square = tree.dots(
@@ -247,10 +249,8 @@ def scale_by_meka(
             steps=steps,
             info=info,
         )
-        length = step_size * heading_norm
-        if extent:
-            length = jnp.maximum(length * length, others[-1])
-        accepted = _sound(info, observation, length)
+        reach = jnp.maximum((step_size * heading_norm) ** 2, extent)
+        accepted = _sound(info, observation, reach)
         kept = tree.select(accepted, new, refused(state, observation))
         if straight:  # read from where it is kept, instead of made twice
             heading = direction(kept.gradient)
@@ -363,17 +363,17 @@ def _norm_of_the_mix(gain: Array, before: Array, both: Array, seen: Array) -> Ar
     return jnp.where(gain < 1, jnp.maximum(mixed, 0), seen)
 
 
-def _sound(info: Info, observation: Observation, length: Array) -> Array:
+def _sound(info: Info, observation: Observation, reach: Array) -> Array:
     """Whether every number that decided this step is finite.
 
     Norms and traces of the new state are among them, so a single bad coordinate of
-    the gradient or its change shows up here without another pass over it. On a lone CPU
-    ``length`` stands for the squares of the parameters and of the step: where they are
-    finite, so is their sum (`tree.is_wide`).
+    the gradient or its change shows up here without another pass over it. So does one
+    of where the step leads: ``reach`` is the square of the step's length or that of
+    the parameters' norm, and where both are finite, so is every sum (`tree.is_wide`).
     """
     parts = [x for x in jax.tree.leaves(info) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    parts.append(length)
-    finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(length.dtype) for x in parts])))
+    parts.append(reach)
+    finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(reach.dtype) for x in parts])))
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
 

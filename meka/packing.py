@@ -36,7 +36,7 @@ class Own(optax.GradientTransformationExtraArgs):
     It does not see how coordinates are arranged in arrays.
     """
 
-    # What it accepts on a lone CPU ends where all is finite, if `tree.is_wide`.
+    # What it accepts ends where all is finite, if `tree.is_wide`.
     sound = True
 
 

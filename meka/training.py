@@ -197,8 +197,7 @@ class Stepper:
         if not self._vouched(params):
             sound, new_state = _checked(sound, params, state, updates, new_state)
         # The parameters wait for what is kept of them, and need not be copied.
-        kept = find_state(new_state).previous_params if tree.alone() else params
-        moved = optax.apply_updates(kept, updates)
+        moved = optax.apply_updates(find_state(new_state).previous_params, updates)
         if displaced:
             last = tree.subtract(optax.apply_updates(params, updates), params)
             last = tree.select(sound, last, own.previous_params)
@@ -211,7 +210,7 @@ class Stepper:
     def _vouched(self, params: PyTree) -> bool:
         """Whether what is accepted needs no second look at where it leads."""
         own = isinstance(self.optimizer, Own) and self.optimizer.sound
-        return own and tree.alone() and tree.is_wide(params)
+        return own and tree.is_wide(params)
 
     def move(self) -> Transport:
         """How the change of the gradient is observed."""
@@ -222,11 +221,11 @@ class Stepper:
     def can_be_displaced(self, params: PyTree) -> bool:
         """Whether the last displacement is all that is needed of the last parameters.
 
-        It then takes their place in the state of a run on a lone CPU, and a step
-        writes down one array of the size of the parameters less.
+        It then takes their place in the state of a run, and a step holds one array of
+        the size of the parameters less.
         """
         exact = all(x.dtype == tree.wide(x) for x in jax.tree.leaves(params))
-        return tree.alone() and exact and self.move() is hessian_at_current
+        return exact and self.move() is hessian_at_current
 
 
 def other_end(params: PyTree, state: PyTree) -> PyTree:

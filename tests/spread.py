@@ -151,6 +151,7 @@ def main() -> None:
     result: dict = {"size": sum(x.size for x in jax.tree.leaves(start()))}
     settings = {
         "default": {},
+        "steepest": {"optimizer": meka.meka()},
         "difference, lagged": {
             "transport": meka.difference,
             "probe": meka.lagged,
@@ -168,8 +169,8 @@ def main() -> None:
                 found[k].sharding.is_equivalent_to(shardings(kind)[k], found[k].ndim)
                 for k in found
             )
-            if name == "default":
-                run = run_through(meka.adameka(), shardings(kind))
+            if name in ("default", "steepest"):
+                run = run_through(ours(**options)[0], shardings(kind))
                 difference = max(difference, furthest(run, expected))
             result[label] = {
                 "difference": difference,
