@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from meka import tree
+from meka.joined import joined
 from meka.tree import Array, PyTree
 
 Loss: TypeAlias = Callable[[PyTree], tuple[Array, Array]]
@@ -21,8 +22,13 @@ def hessian_at_current(
     """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
     del previous
     both = jax.value_and_grad(loss, has_aux=True)
-    ((_, values), gradient), (_, change) = jax.jvp(both, (params,), (displacement,))
-    return values, gradient, change
+
+    @joined
+    def product(p: PyTree, d: PyTree) -> tuple[Array, PyTree, PyTree]:
+        ((_, values), gradient), (_, change) = jax.jvp(both, (p,), (d,))
+        return values, gradient, change
+
+    return product(params, displacement)
 
 
 def hessian_at_previous(
@@ -31,8 +37,12 @@ def hessian_at_previous(
     """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     slope_of = jax.grad(lambda p: loss(p)[0])
-    _, change = jax.jvp(slope_of, (previous,), (displacement,))
-    return values, gradient, change
+
+    @joined
+    def product(p: PyTree, d: PyTree) -> PyTree:
+        return jax.jvp(slope_of, (p,), (d,))[1]
+
+    return values, gradient, product(previous, displacement)
 
 
 def difference(
