@@ -7,7 +7,7 @@ is differentiated, and the spread of the groups gives the variances (`meka.momen
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from meka.checks import (
     check_groups,
     check_losses,
     check_params,
-    check_part,
     check_previous,
     check_sample,
 )
@@ -32,18 +31,11 @@ from meka.groups import (
     fill,
     in_micro_batches,
     one_in,
-    others,
     share,
-    summarise,
-    together,
 )
-from meka.transport import (
-    Loss,
-    Transport,
-    difference,
-    gradient_alone,
-    hessian_at_current,
-)
+from meka.looking import displacement_between, look_at, look_back, look_in_two
+from meka.scatters import Scatters, around, no_scatters, scatters
+from meka.transport import Transport, difference, gradient_alone, hessian_at_current
 from meka.tree import Array, PyTree
 
 Losses: TypeAlias = Callable[[PyTree, PyTree], Array]
@@ -192,9 +184,9 @@ def glance(
     # written out as well.
     handed = displacement
     if handed is None and transport is not difference:
-        handed = _displacement(params, previous)
+        handed = displacement_between(params, previous)
     points = (params, previous)
-    look = partial(_look, losses, transport, *points, handed)
+    look = partial(look_at, losses, transport, *points, handed)
     parts = max(groups, micro_batches)
     batch, weights = fill(batch, mask, -count % parts)
     hand_out = partial(deal, parts=parts)
@@ -215,180 +207,49 @@ def glance(
         values = values.T.ravel()[:count]  # an index means the caller's example
         return told(looks, values, True), None
 
-    def scatters(look: Callable[..., tuple[Look, Array]], batch: PyTree) -> _Scatters:
+    def scattered(look: Callable[..., tuple[Look, Array]], batch: PyTree) -> Scatters:
         # Only scalars come out of the choice: gradients would be copied.
         some = _SAMPLE if share(_SAMPLE * groups, count, mask) > 1 else 1
         if measure is False:
-            return _no_scatters(params)
+            return no_scatters(params)
         return jax.lax.cond(
             measure,
-            for_inside(lambda: _scatters(look, one_in((batch, weights), some), groups)),
-            lambda: _no_scatters(params),
+            for_inside(lambda: scatters(look, one_in((batch, weights), some), groups)),
+            lambda: no_scatters(params),
         )
 
     given = jax.tree.map(lambda x: x[:count], (batch, weights))
     if follow is True:
-        # First, while nothing else of the parameters' size is needed.
-        apart = scatters(look, batch)
-        if measure is not False:
-            apart, given = tree.one_by_one(apart, given)
         fewer = share(sample, count, mask)
-        whole, values = look(*given, fewer=fewer)
-        seen = told(_around(whole, shares, apart), values, measure)
+        if tree.accelerated() and fewer > 1 and count // fewer >= groups:
+            whole, values, apart = look_in_two(
+                losses, transport, *points, handed, given, fewer, groups, measure
+            )
+        else:
+            # First, while nothing else of the parameters' size is needed.
+            apart = scattered(look, batch)
+            if measure is not False:
+                apart, given = tree.one_by_one(apart, given)
+            whole, values = look(*given, fewer=fewer)
+        seen = told(around(whole, shares, apart), values, measure)
         return _on_fewer(seen, fewer), None
 
-    whole, values = _look(losses, gradient_alone, *points, None, *given)
-    nothing = _around(whole, shares, _no_scatters(params))
+    whole, values = look_at(losses, gradient_alone, *points, None, *given)
+    nothing = around(whole, shares, no_scatters(params))
     seen = told(nothing, values, False)._replace(followed=False)
     if follow is False:
         return seen, None
 
     def closer() -> Observation:
         gradient, (data, ends) = tree.one_by_one(whole.gradient, (batch, points))
-        look = partial(_look, losses, transport, *ends, None)
-        apart, (data, ends) = tree.one_by_one(scatters(look, data), (data, ends))
+        look = partial(look_at, losses, transport, *ends, None)
+        apart, (data, ends) = tree.one_by_one(scattered(look, data), (data, ends))
         data = jax.tree.map(lambda x: x[:count], (data, weights))
         seen = whole._replace(gradient=gradient)
-        more = for_inside(partial(_follow, losses, *ends, seen))(*data)
-        return told(_around(more, shares, apart), values, measure)
+        more = for_inside(partial(look_back, losses, *ends, seen))(*data)
+        return told(around(more, shares, apart), values, measure)
 
     return seen, Closer(follow, closer)
-
-
-def _look(
-    losses, transport, params, previous, handed, batch, weights, total=None, fewer=1
-) -> tuple[Look, Array]:
-    """Differentiate the mean loss of one group, and look along the displacement.
-
-    The change of the gradient is that of one in ``fewer`` examples.
-    """
-    mean_loss = partial(_mean_loss, losses, tree.scalar_dtype(params))
-    tangent = None if handed is None else tree.cast_like(handed, params)
-    loss = mean_loss(batch, weights, total)
-    if fewer == 1:
-        values, gradient, change = transport(loss, params, previous, tangent)
-    elif tree.accelerated():
-        where = params, previous, tangent
-        values, gradient, change = _in_two(
-            mean_loss, transport, where, (batch, weights), fewer
-        )
-    else:
-        # Their gradient is computed once more: to put that of all together from two
-        # would be one more sum over all devices, and as long on a CPU.
-        (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-        gradient, some = tree.one_by_one(gradient, one_in((batch, weights), fewer))
-        _, _, change = transport(mean_loss(*some), params, previous, tangent)
-    gradient, change = tree.widen(gradient), tree.widen(change)
-    displacement = handed
-    if handed is None:
-        # Only now, and again for whoever else needs it: it is not to be kept.
-        gradient, ends = tree.one_by_one(gradient, (params, previous))
-        displacement = _displacement(*ends)
-    along_change, along_gradient, square = tree.dots(
-        (change, displacement), (gradient, displacement), (displacement, displacement)
-    )
-    length = jnp.sqrt(square)
-    unit = jnp.where(length > 0, length, 1)
-    slope, curvature = (along_change - along_gradient) / unit, along_change / unit
-    return Look(gradient, change, slope, curvature / unit, length), values
-
-
-def _in_two(mean_loss, transport, where, data, fewer) -> tuple[Array, PyTree, PyTree]:
-    """Values and gradient of all examples, put together from those that tell the change
-    of the gradient and the others."""
-    values, gradient, change = transport(mean_loss(*one_in(data, fewer)), *where)
-    (gradient, change), rest = tree.one_by_one((gradient, change), others(data, fewer))
-    both = jax.value_and_grad(mean_loss(*rest), has_aux=True)
-    (_, more), remaining = both(where[0])
-    gradient = jax.tree.map(lambda a, b: b + (a - b) / fewer, gradient, remaining)
-    return together(values, more), gradient, change
-
-
-def _mean_loss(losses, dtype, batch, weights, total: Any = None) -> Loss:
-    """The mean loss by weight, or by ``total``, and every example's."""
-    if total is None:
-        total = jnp.maximum(jnp.sum(weights), 1)
-
-    def loss(p: PyTree) -> tuple[Array, Array]:
-        values = losses(p, batch).astype(dtype)
-        check_part(values.shape, weights.shape)
-        mean = jnp.sum(weights.astype(dtype) * values)
-        return mean / jnp.asarray(total).astype(dtype), values
-
-    return loss
-
-
-def _follow(losses, params, previous, seen: Look, batch, weights) -> Look:
-    """What was seen, and the change of the gradient since ``previous``."""
-    loss = _mean_loss(losses, tree.scalar_dtype(params), batch, weights)
-    before = jax.grad(lambda p: loss(p)[0])(previous)
-    change = tree.subtract(seen.gradient, tree.widen(before))
-    along = tree.dot(change, _displacement(params, previous))
-    unit = jnp.where(seen.length > 0, seen.length, 1)
-    along = along / unit
-    return seen._replace(
-        change=change, slope=seen.slope + along, curvature=along / unit
-    )
-
-
-def _displacement(params: PyTree, previous: PyTree) -> PyTree:
-    return tree.subtract(tree.widen(params), tree.widen(previous))
-
-
-class _Scatters(NamedTuple):
-    """Sums over groups of squared deviations from the mean, a scalar each."""
-
-    gradient: Array
-    change: Array
-    slope: Array
-    curvature: Array
-
-
-def _scatters(look, sample: tuple[PyTree, Array], groups: int) -> _Scatters:
-    """How the groups of a batch scatter about the mean of all.
-
-    Two groups are compared in one derivative, that of their difference.
-    """
-    batch, weights = sample
-    if groups > 2:
-        hands = jax.tree.map(partial(deal, parts=groups), (batch, weights))
-        looks, _ = all_groups(look, *hands, diagonal=False)
-        return _Scatters(*(summary.scatter for summary in looks[:-1]))
-    first = jnp.arange(weights.shape[0]) % 2 == 0
-    counts = (
-        jnp.sum(jnp.where(first, weights, 0)),
-        jnp.sum(jnp.where(first, 0, weights)),
-    )
-    shares = [1 / jnp.maximum(count, 1) for count in counts]
-    apart, _ = look(batch, weights * jnp.where(first, shares[0], -shares[1]), total=1)
-    square = tree.dots((apart.gradient, apart.gradient), (apart.change, apart.change))
-    size = tree.size(apart.gradient)
-    both = counts[0] * counts[1] / jnp.maximum(counts[0] + counts[1], 1)
-    found = (square[0] / size, square[1] / size, apart.slope**2, apart.curvature**2)
-    return _Scatters(*(both.astype(x.dtype) * x for x in found))
-
-
-def _no_scatters(params: PyTree) -> _Scatters:
-    zero = jnp.zeros((), tree.scalar_dtype(params))
-    return _Scatters(zero, zero, zero, zero)
-
-
-def _around(whole: Look, weights: Array, scatters: _Scatters) -> Looks:
-    """The summaries of groups whose joint means and scatters are known."""
-    counts = jnp.sum(weights, axis=1)
-    looks = summarise(moments.one_group, whole, jnp.sum(counts), diagonal=False)
-    groups = jnp.sum(counts > 0)
-
-    def filled(summary: moments.Summary, scatter: Array) -> moments.Summary:
-        number = groups.astype(summary.weight.dtype)
-        return summary._replace(groups=number, scatter=scatter)
-
-    return looks._replace(
-        gradient=filled(looks.gradient, scatters.gradient),
-        change=filled(looks.change, scatters.change),
-        slope=filled(looks.slope, scatters.slope),
-        curvature=filled(looks.curvature, scatters.curvature),
-    )
 
 
 def _observation(looks: Looks, values, weights, held, measured) -> Observation:

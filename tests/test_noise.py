@@ -1,6 +1,6 @@
 """Noise that is measured at some steps and remembered between them."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,12 @@ def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @cache
-def runs(every: int, sample: int = 1) -> meka.Info:
+def runs(every: int, sample: int = 1, accelerated: bool = False) -> meka.Info:
     """What SEEDS runs of a tiny constant step tell; they hardly move."""
+    if accelerated:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tree, "accelerated", lambda: True)
+            return runs.__wrapped__(every, sample)
     optimizer = meka.meka(meka.constant(1e-4), noise_decay=0.99)
     step = meka.make_step(
         losses, optimizer, probe=meka.lagged, noise_every=every, sample=sample
@@ -108,17 +112,22 @@ def test_some_examples_tell_the_change_and_all_the_gradient(
         observe(batch, sample=0)
 
 
-def test_fewer_examples_know_less_of_the_change_and_say_so():
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_fewer_examples_know_less_of_the_change_and_say_so(accelerated):
     """Q is so many times as large; the gradient's noise is what it was."""
-    info = runs(EVERY, sample=4)
+    info = runs(EVERY, 4, accelerated)
     lengths = np.asarray(info.displacement_norm[1:], float)
     held_to(info.change_noise[1:] / lengths**2, 4 * 0.25 / BATCH / SIZE)
     truth = float(np.mean(SCALES**2 + 0.25)) / BATCH
     held_to(info.gradient_noise[STEPS // 2 :], truth)
 
 
-def test_the_slope_where_the_step_began_is_as_noisy_as_it_says():
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_the_slope_where_the_step_began_is_as_noisy_as_it_says(
+    accelerated, monkeypatch
+):
     """Curvature of some examples and gradient of all, over many batches."""
+    monkeypatch.setattr(tree, "accelerated", lambda: accelerated)
     params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
 
     def look(key):
@@ -133,6 +142,49 @@ def test_the_slope_where_the_step_began_is_as_noisy_as_it_says():
         assert abs(np.mean(part.variance) / spread - 1) < 0.1
     np.testing.assert_allclose(np.mean(changes, axis=0), np.ones(SIZE), atol=0.02)
     assert abs(np.mean(paths.curvature.mean) - 1) < 0.01
+
+
+@pytest.mark.parametrize("groups", [2, 3, 5])
+def test_who_tells_the_change_on_an_accelerator_tells_its_noise(
+    groups, x64, monkeypatch
+):
+    """Group by group, which need not be of one size."""
+    monkeypatch.setattr(tree, "accelerated", lambda: True)
+    params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
+    batch = jax.tree.map(lambda x: x.astype(jnp.float64), draw(jax.random.key(3)))
+
+    def observe(**options):
+        options = {"sample": 2, "groups": groups} | options
+        return meka.observe(losses, params, previous, batch, **options)
+
+    seen = observe(measure=jnp.asarray(True))
+    half = jax.tree.map(lambda x: x[::2], batch)
+    told = meka.observe(losses, params, previous, half, groups=groups)
+    # Of all examples the gradient, of half of them the change and both noises: that of
+    # a mean of twice as many is half as large.
+    everyone = observe(measure=jnp.asarray(False), sample=1)
+    close = partial(np.testing.assert_allclose, rtol=1e-12)
+    close(seen.gradient.mean, everyone.gradient.mean)
+    close(seen.value.mean, everyone.value.mean)
+    close(seen.change.mean, told.change.mean)
+    close(seen.path.curvature.mean, told.path.curvature.mean)
+    close(seen.change.variance, told.change.variance)
+    close(seen.path.curvature.variance, told.path.curvature.variance)
+    close(seen.gradient.variance, told.gradient.variance / 2)
+    close(seen.groups, groups)
+
+
+def test_fewer_examples_than_groups_tell_no_noise_by_themselves(monkeypatch):
+    """On an accelerator: two examples of four, in three groups."""
+    monkeypatch.setattr(tree, "accelerated", lambda: True)
+    params, previous = jnp.ones(SIZE), jnp.zeros(SIZE)
+    batch = jax.tree.map(lambda x: x[:4], draw(jax.random.key(3)))
+    seen = meka.observe(
+        losses, params, previous, batch, groups=3, sample=2, measure=jnp.asarray(True)
+    )
+    assert seen.groups == 3
+    assert seen.gradient.variance > 0
+    assert seen.change.variance > 0
 
 
 def test_measured_at_the_first_steps_and_then_now_and_then():
