@@ -35,25 +35,31 @@ def joined(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _all_joined(program: core.Jaxpr) -> Steps:
-    made = _made_for_one_use(program)
-    sums, parts = {}, set()
+    steps: dict[int, core.JaxprEqn | Instead] = dict(enumerate(program.eqns))
+    for place, parts in sums(program).items():
+        steps[place] = as_one(program, place, parts)
+        for part in parts:
+            del steps[part]
+    return [steps[place] for place in sorted(steps)]
+
+
+def as_one(program: core.Jaxpr, place: int, parts: tuple[int, int]) -> Instead:
+    """What is done in the place of a sum."""
+    one, other = (program.eqns[part] for part in parts)
+    given = [*one.invars, *other.invars]
+    return Instead(given, program.eqns[place].outvars, partial(_both, one))
+
+
+def sums(program: core.Jaxpr) -> dict[int, tuple[int, int]]:
+    """Where two convolutions that can be made as one are added, and where they are."""
+    made, found = _made_for_one_use(program), {}
     for place, equation in enumerate(program.eqns):
         if equation.primitive.name not in _SUMS:
             continue
-        found = [made[x] for x in equation.invars if _is_variable(x) and x in made]
-        if len(found) == 2 and _can_be_joined(*(program.eqns[k] for k in found)):
-            sums[place] = [program.eqns[k] for k in found]
-            parts.update(found)
-
-    def instead(place: int, equation: core.JaxprEqn) -> core.JaxprEqn | Instead:
-        if place not in sums:
-            return equation
-        one, other = sums[place]
-        given = [*one.invars, *other.invars]
-        return Instead(given, equation.outvars, partial(_joined, one))
-
-    kept = (each for each in enumerate(program.eqns) if each[0] not in parts)
-    return [instead(*each) for each in kept]
+        parts = [made[x] for x in equation.invars if _is_variable(x) and x in made]
+        if len(parts) == 2 and _can_be_joined(*(program.eqns[k] for k in parts)):
+            found[place] = parts[0], parts[1]
+    return found
 
 
 def _made_for_one_use(program: core.Jaxpr) -> dict[Any, int]:
@@ -74,10 +80,10 @@ def _is_variable(x: object) -> bool:
 def _can_be_joined(one: core.JaxprEqn, other: core.JaxprEqn) -> bool:
     """Whether both differ in nothing but what is convolved, features in one group."""
     counts = one.params["feature_group_count"], one.params["batch_group_count"]
-    return counts == (1, 1) and _form(one) == _form(other)
+    return counts == (1, 1) and form(one) == form(other)
 
 
-def _form(equation: core.JaxprEqn) -> tuple[Any, ...]:
+def form(equation: core.JaxprEqn) -> tuple[Any, ...]:
     """All that two convolutions to be joined must share; not how many features."""
     images, kernel = (x.aval for x in equation.invars)
     options = equation.params | {"lhs_shape": None, "rhs_shape": None}
@@ -94,10 +100,11 @@ def _features(equation: core.JaxprEqn) -> tuple[int, int]:
     return images[1], kernel[1]
 
 
-def _joined(
-    form: core.JaxprEqn, images: Array, kernel: Array, other: Array, with_: Array
+def _both(
+    like: core.JaxprEqn, images: Array, kernel: Array, other: Array, with_: Array
 ) -> list[Array]:
-    first, second = _features(form)
+    """The sum of two convolutions of this form."""
+    first, second = _features(like)
     images = jnp.concatenate([images, other], first)
     kernel = jnp.concatenate([kernel, with_], second)
-    return [form.primitive.bind(images, kernel, **form.params)]
+    return [like.primitive.bind(images, kernel, **like.params)]

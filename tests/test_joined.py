@@ -10,8 +10,10 @@ import pytest
 from test_convolutions import BATCH, CASES, START, case, everywhere
 
 import meka
+from benchmarks.dual import all_dual
 from meka import tree
 from meka.joined import joined
+from meka.rewriting import rewritten
 
 
 @pytest.fixture
@@ -34,6 +36,18 @@ def product(value):
         return jax.jvp(slope, (x, w), (jnp.cos(x), jnp.sin(w)))
 
     return both
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_product_by_dual_numbers_is_the_same_with_a_third(name, x64):
+    """What is timed beside it, by `benchmarks.variants`."""
+    value, given = case(name)
+    function = product(value)
+    dual = rewritten(function, all_dual)
+    close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, jax.jit(dual)(*given), function(*given))
+    before = convolutions(function, *given)
+    assert convolutions(dual, *given) == (before if name == "groups" else before // 3)
 
 
 @pytest.mark.parametrize("name", CASES)
