@@ -1,8 +1,8 @@
 """Convolutions of dual numbers: of x + ẋε with w + ẇε, where ε² = 0, as one.
 
-Where `meka.joined` makes two of the three that a change of a convolution takes, x * w
-and ẋ * w + x * ẇ, this makes one: (x, ẋ) side by side as features, with a kernel of
-four blocks, w and ẇ over 0 and w. A third more is multiplied, by fewer operations.
+Where `benchmarks.joined` makes two of the three that a change of a convolution takes,
+x * w and ẋ * w + x * ẇ, this makes one: (x, ẋ) side by side as features, with a kernel
+of four blocks, w and ẇ over 0 and w. A third more is multiplied, by fewer operations.
 
 A derivative by the kernel convolves two large arrays, of which four blocks would be
 much to write. There (x, ẋ) and (w, ẇ) lie side by side in what is not summed over; what
@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from meka import joined
+from benchmarks import joined
+from meka.convolutions import CONVOLUTION
 from meka.rewriting import Instead, Steps
 from meka.tree import Array
 
@@ -47,7 +48,7 @@ def _values(program: core.Jaxpr) -> Callable[..., tuple[int, list[Any]] | None]:
     values: dict[Any, int] = {}
     for place, equation in enumerate(program.eqns):
         made.update(dict.fromkeys(equation.outvars, place))
-        if equation.primitive.name == joined.CONVOLUTION:
+        if equation.primitive.name == CONVOLUTION:
             values.setdefault(tuple(equation.invars), place)
 
     def value_of(first: int, second: int) -> tuple[int, list[Any]] | None:

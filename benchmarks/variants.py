@@ -22,19 +22,29 @@ import jax
 
 from benchmarks import networks, step_cost
 from benchmarks.dual import all_dual
-from meka import joined, tree
-from meka.rewriting import rewritten
+from benchmarks.joined import all_joined
+from meka import transport, tree
+from meka.rewriting import Rewrite, rewritten
 from meka.training import Stepper
 
 
-def apart(stack: ExitStack) -> None:
-    """Sums of convolutions as they are written: nine for each, and not six."""
-    swap(stack, joined, "rewritten", lambda function, _: function)
+def joined(stack: ExitStack) -> None:
+    """Sums of convolutions made as one: six for each of the network's, not nine."""
+    change_products(stack, all_joined)
 
 
 def dual(stack: ExitStack) -> None:
     """Values and changes of convolutions made as one: three for each."""
-    swap(stack, joined, "rewritten", lambda f, _: rewritten(f, all_dual))
+    change_products(stack, all_dual)
+
+
+def change_products(stack: ExitStack, rewrite: Rewrite) -> None:
+    """Products with the Hessian, with convolutions made otherwise."""
+
+    def along(function: Callable[..., Any], at: Any, by: Any) -> Any:
+        return rewritten(lambda p, d: jax.jvp(function, (p,), (d,)), rewrite)(at, by)
+
+    swap(stack, transport, "along", along)
 
 
 def kept(stack: ExitStack) -> None:
@@ -52,7 +62,7 @@ def swap(stack: ExitStack, place: Any, name: str, value: Callable[..., Any]) -> 
     stack.enter_context(patch.object(place, name, value))
 
 
-VARIANTS = {"apart": apart, "dual": dual, "kept": kept, "at once": at_once}
+VARIANTS = {"joined": joined, "dual": dual, "kept": kept, "at once": at_once}
 ONLY = ("meka fixed step", "meka PI (default)")
 
 

@@ -1,13 +1,12 @@
 """How the gradient changed along the last displacement, on the same examples."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from meka import tree
-from meka.joined import joined
 from meka.tree import Array, PyTree
 
 Loss: TypeAlias = Callable[[PyTree], tuple[Array, Array]]
@@ -16,19 +15,19 @@ Transport: TypeAlias = Callable[
 ]
 
 
+def along(function: Callable[[PyTree], Any], at: PyTree, by: PyTree) -> tuple[Any, Any]:
+    """What a function says somewhere, and how that changes along a direction."""
+    return jax.jvp(function, (at,), (by,))
+
+
 def hessian_at_current(
     loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
     del previous
     both = jax.value_and_grad(loss, has_aux=True)
-
-    @joined
-    def product(p: PyTree, d: PyTree) -> tuple[Array, PyTree, PyTree]:
-        ((_, values), gradient), (_, change) = jax.jvp(both, (p,), (d,))
-        return values, gradient, change
-
-    return product(params, displacement)
+    ((_, values), gradient), (_, change) = along(both, params, displacement)
+    return values, gradient, change
 
 
 def hessian_at_previous(
@@ -37,12 +36,8 @@ def hessian_at_previous(
     """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     slope_of = jax.grad(lambda p: loss(p)[0])
-
-    @joined
-    def product(p: PyTree, d: PyTree) -> PyTree:
-        return jax.jvp(slope_of, (p,), (d,))[1]
-
-    return values, gradient, product(previous, displacement)
+    _, change = along(slope_of, previous, displacement)
+    return values, gradient, change
 
 
 def difference(

@@ -1,4 +1,4 @@
-"""Few passes over the parameters on a lone CPU, and nothing lost by them.
+"""Few passes over the parameters, and nothing lost by them.
 
 A run keeps the last displacement in the place of the last parameters; norms of a mix
 are known before it is made; and what is accepted is not looked through once more.

@@ -1,7 +1,12 @@
-"""Sums of two convolutions made as one: on a GPU, and nothing else changed by it."""
+"""Sums of two convolutions made as one, and nothing else changed by it.
 
+No step does so by itself: `benchmarks.variants` times what it would bring.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +15,16 @@ import pytest
 from test_convolutions import BATCH, CASES, START, case, everywhere
 
 import meka
+from benchmarks import variants
 from benchmarks.dual import all_dual
-from meka import tree
-from meka.joined import joined
+from benchmarks.joined import all_joined
 from meka.rewriting import rewritten
 
+T = TypeVar("T")
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """What is asked of the device is answered as by a lone GPU."""
-    monkeypatch.setattr(tree, "accelerated", lambda: True)
-    monkeypatch.setattr(tree, "alone", lambda: False)
+
+def joined(function: Callable[..., T]) -> Callable[..., T]:
+    return rewritten(function, all_joined)
 
 
 def convolutions(function, *given) -> int:
@@ -40,7 +44,6 @@ def product(value):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_product_by_dual_numbers_is_the_same_with_a_third(name, x64):
-    """What is timed beside it, by `benchmarks.variants`."""
     value, given = case(name)
     function = product(value)
     dual = rewritten(function, all_dual)
@@ -51,7 +54,7 @@ def test_the_product_by_dual_numbers_is_the_same_with_a_third(name, x64):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_product_is_the_same_with_fewer_convolutions(name, x64, gpu):
+def test_the_product_is_the_same_with_fewer_convolutions(name, x64):
     value, given = case(name)
     function = product(value)
     expected, found = function(*given), jax.jit(joined(function))(*given)
@@ -65,7 +68,7 @@ def test_the_product_is_the_same_with_fewer_convolutions(name, x64, gpu):
     assert after == (before if name == "groups" else before * 2 // 3)
 
 
-def test_what_differs_or_is_needed_by_itself_is_left_alone(x64, gpu):
+def test_what_differs_or_is_needed_by_itself_is_left_alone(x64):
     def convolve(x, w, padding: Any = "SAME"):
         numbers = ("NHWC", "HWIO", "NHWC")
         return jax.lax.conv_general_dilated(
@@ -110,12 +113,7 @@ def test_what_differs_or_is_needed_by_itself_is_left_alone(x64, gpu):
     np.testing.assert_allclose(joined(joinable)(x, y), joinable(x, y), rtol=1e-12)
 
 
-def test_elsewhere_nothing_is_touched():
-    function = product(case("plain")[0])
-    assert joined(function) is function
-
-
-def test_what_is_printed_is_printed_and_features_may_differ(gpu):
+def test_what_is_printed_is_printed_and_features_may_differ():
     seen = []
 
     def function(x, w, y, v):
@@ -157,7 +155,8 @@ SECOND = 0.3 * jax.random.normal(jax.random.key(3), (5, 4, 3, 3))
 @pytest.mark.parametrize(
     "transport", [meka.hessian_at_current, meka.hessian_at_previous]
 )
-def test_a_step_is_the_same(x64, gpu, monkeypatch, transport, sample):
+@pytest.mark.parametrize("variant", ["joined", "dual"])
+def test_a_step_is_the_same(x64, variant, transport, sample):
     """But for the order of sums; with all examples asked at once, or in halves."""
     optimizer = meka.meka()
     given = START | {"v": SECOND}, BATCH
@@ -172,9 +171,10 @@ def test_a_step_is_the_same(x64, gpu, monkeypatch, transport, sample):
             assert info.accepted
         return params, info, convolutions(step, params, state, batch)
 
-    params, info, after = steps()
-    monkeypatch.setattr("meka.joined.rewritten", lambda function, _: function)
     as_written, told, before = steps()
+    with ExitStack() as stack:
+        variants.VARIANTS[variant](stack)
+        params, info, after = steps()
     close = partial(np.testing.assert_allclose, rtol=1e-8)
     jax.tree.map(close, params, as_written)
     close(info.step_size, told.step_size)

@@ -1,40 +1,29 @@
-"""Sums of two convolutions as one, on a GPU.
+"""Sums of two convolutions as one.
 
 A convolution is linear in its images x and in its kernel w. So the change of one when
 both change is a sum of two, ẋ * w + x * ẇ, and so is every change of a derivative. It
 is the convolution of (ẋ, x), side by side as features, with (w, ẇ): a product with the
 Hessian has six convolutions for each of the network's instead of nine. They multiply as
 much as before, but small ones leave much of a GPU idle, and there is nothing to add.
+What is convolved has to be written side by side first, and takes memory.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from meka import tree
 from meka.convolutions import CONVOLUTION
-from meka.rewriting import Instead, Steps, rewritten
+from meka.rewriting import Instead, Steps
 from meka.tree import Array
-
-T = TypeVar("T")
 
 _SUMS = ("add", "add_any")
 
 
-def joined(function: Callable[..., T]) -> Callable[..., T]:
-    """The same function, sums of two convolutions made as one.
-
-    Elsewhere than on a lone accelerator it is the function itself: a CPU is not idle,
-    and examples that are spread over devices would have to move.
-    """
-    return rewritten(function, _all_joined) if tree.accelerated() else function
-
-
-def _all_joined(program: core.Jaxpr) -> Steps:
+def all_joined(program: core.Jaxpr) -> Steps:
+    """The steps of a program, sums of two convolutions made as one."""
     steps: dict[int, core.JaxprEqn | Instead] = dict(enumerate(program.eqns))
     for place, parts in sums(program).items():
         steps[place] = as_one(program, place, parts)
