@@ -34,7 +34,7 @@ PyTree = Any
 
 TARGET = Path(__file__).parent / "h200.txtpb"
 # Whoever is not there cannot be asked which of several kernels is the fastest.
-OPTIONS = {"xla_gpu_autotune_level": 0}
+OPTIONS: Any = {"xla_gpu_autotune_level": 0}
 ONLY = ("meka fixed step", "meka PI (default)", "meka PI, difference, lagged", "auto")
 # Operations that are no kernels.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
