@@ -127,11 +127,8 @@ def scale_by_meka(
         )
         straight = direction is steepest and not diagonal
         pairs = _parts_of_the_norm(state, change.mean, g.mean) if straight else ()
-        along, surprise_square, extent, *parts = tree.dots(
-            (state.gradient.mean, displacement),
-            (surprise, surprise),
-            (params, params),
-            *pairs,
+        along, surprise_square, *parts = tree.dots(
+            (state.gradient.mean, displacement), (surprise, surprise), *pairs
         )
         moved = path.length**2
         known = _finite(state.gradient.variance)
@@ -249,8 +246,7 @@ def scale_by_meka(
             steps=steps,
             info=info,
         )
-        reach = jnp.maximum((step_size * heading_norm) ** 2, extent)
-        accepted = _sound(info, observation, reach)
+        accepted = _sound(info, observation, step_size * heading_norm)
         kept = tree.select(accepted, new, refused(state, observation))
         if straight:  # read from where it is kept, instead of made twice
             heading = direction(kept.gradient)
@@ -363,17 +359,18 @@ def _norm_of_the_mix(gain: Array, before: Array, both: Array, seen: Array) -> Ar
     return jnp.where(gain < 1, jnp.maximum(mixed, 0), seen)
 
 
-def _sound(info: Info, observation: Observation, reach: Array) -> Array:
+def _sound(info: Info, observation: Observation, length: Array) -> Array:
     """Whether every number that decided this step is finite.
 
     Norms and traces of the new state are among them, so a single bad coordinate of
-    the gradient or its change shows up here without another pass over it. So does one
-    of where the step leads: ``reach`` is the square of the step's length or that of
-    the parameters' norm, and where both are finite, so is every sum (`tree.is_wide`).
+    the gradient or its change shows up here without another pass over it, and one of
+    the parameters in the length of the last displacement. Where the step leads is
+    finite if the square of its ``length`` is: that is too short to move the largest
+    of numbers (`tree.is_wide`).
     """
     parts = [x for x in jax.tree.leaves(info) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    parts.append(reach)
-    finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(reach.dtype) for x in parts])))
+    parts.append(length**2)
+    finite = jnp.all(jnp.isfinite(jnp.stack([x.astype(length.dtype) for x in parts])))
     return finite & (observation.groups >= 2) & (info.step_size >= 0)
 
 

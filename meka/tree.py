@@ -66,9 +66,6 @@ def accelerated() -> bool:
 # over so few rows, which makes the loop over the columns a vector loop.
 _FOLDS = (8, 7, 6, 9, 10, 5, 4, 3)
 _SHORT = 128
-# What is less than this in half precision's largest number, and far more than the root
-# of the largest in which squares are summed.
-_WIDE = 1e30
 
 
 def _one_pass(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
@@ -179,8 +176,13 @@ def is_finite(tree: PyTree) -> Array:
 
 
 def is_wide(tree: PyTree) -> bool:
-    """Whether sums of coordinates are finite whose squares are, in their own dtype."""
-    return all(float(jnp.finfo(x.dtype).max) > _WIDE for x in jax.tree.leaves(tree))
+    """Whether no step whose squares have a sum makes a finite coordinate infinite.
+
+    The root of the largest sum is then lost in rounding beside the largest coordinate.
+    """
+    longest = float(jnp.finfo(scalar_dtype(tree)).max) ** 0.5
+    kinds = [jnp.finfo(x.dtype) for x in jax.tree.leaves(tree)]
+    return all(float(kind.eps) * float(kind.max) / 4 > longest for kind in kinds)
 
 
 def ratio(a: Array, b: Array) -> Array:

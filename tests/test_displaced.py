@@ -164,6 +164,40 @@ def test_a_step_past_the_largest_number_is_refused(kind, dtype, rate):
     assert meka.find_state(kept).count == 0
 
 
+def test_single_precision_beside_double_is_not_stepped_past_its_largest(x64):
+    """The length of the step, in double precision, would be finite."""
+    optimizer = meka.meka(meka.constant(1e34))
+    start = jnp.full(4, 0.9995 * float(jnp.finfo(jnp.float32).max), jnp.float32)
+    params = {"w": start, "v": jnp.ones(2, jnp.float64)}
+
+    def uphill(params, batch):
+        moved = params["w"].astype(jnp.float64) - start.astype(jnp.float64)
+        return -30 * batch * jnp.sum(moved) + 0 * jnp.sum(params["v"])
+
+    batch = jnp.linspace(0.5, 1.5, 8)
+    step = jax.jit(meka.make_step(uphill, optimizer))
+    same, _, info = step(params, optimizer.init(params), batch)
+    assert (info.accepted, info.rejected) == (False, 1)
+    assert_bits(params, same)
+
+
+@pytest.mark.parametrize("optimizer", [meka.meka(), meka.adameka()])
+def test_what_never_moves_may_be_as_large_as_it_likes(optimizer):
+    """A mask that a model keeps among its parameters, say."""
+    params = {"w": jnp.ones(40), "mask": jnp.full(3, float(jnp.finfo(jnp.float32).min))}
+    run, rng = meka.Run(noisy, optimizer, params), np.random.default_rng(1)
+    step, state = jax.jit(meka.make_step(noisy, optimizer)), optimizer.init(params)
+    found = params
+    for _ in range(20):
+        batch = jnp.asarray(rng.normal(size=(16, 40)), jnp.float32)
+        assert run.step(batch).accepted
+        found, state, info = step(found, state, batch)
+        assert info.accepted
+    for reached in (run.params, found):
+        assert_bits(reached["mask"], params["mask"])
+        assert jnp.linalg.norm(reached["w"]) < jnp.linalg.norm(params["w"])
+
+
 def test_a_run_by_the_papers_rule_holds_half_more_than_adam():
     """At most, whatever a step looks at; as benchmarks.step_cost counts it."""
     rng = np.random.default_rng(0)
