@@ -4,20 +4,22 @@
     python -m benchmarks.elsewhere --model mlp          # cnn, resnet32, transformer
 
 Steps are compiled for the GPU that `benchmarks/h200.txtpb` describes, on any machine:
-what they hold at once, and how many kernels they are. Seconds need the GPU itself, and
-so does what a convolution of its library holds, which is zero here; what a step holds
-besides is what it is there. Ratios are to Adam, as in `benchmarks.step_cost`.
+what they hold at once, how many kernels they are, and what these read and write if each
+reads all that it is given. Seconds need the GPU itself, and so does what a convolution
+of its library holds, which is zero here; what a step holds besides is what it is there.
+Ratios are to Adam, as in `benchmarks.step_cost`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
@@ -39,7 +41,8 @@ ONLY = ("meka fixed step", "meka PI (default)", "meka PI, difference, lagged", "
 # Operations that are no kernels.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 _FREE |= {"opt-barrier", "after-all", "partition-id", "call", "conditional", "while"}
-_OPERATION = re.compile(r" = (?:\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
+_OPERATION = re.compile(r"(%\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*?)\)")
+_ARRAY = re.compile(r"([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
 _INNER = re.compile(
     r"(?:to_apply|body|branch_computations|\w+_computation)=(\{.*?\}|\S+)"
 )
@@ -75,26 +78,46 @@ def compiled(step: jax.stages.Wrapped, *given: PyTree, on: Any) -> jax.stages.Co
     return traced.lower(lowering_platforms=("cuda",)).compile(OPTIONS)
 
 
-def kernels(step: jax.stages.Compiled) -> tuple[int, int]:
-    """How many kernels there are in a program, and convolutions among them."""
+class Kernels(NamedTuple):
+    """What a program does."""
+
+    count: int
+    convolutions: int
+    moved: int  # bytes, read and written
+
+
+def kernels(step: jax.stages.Compiled) -> Kernels:
+    """The kernels of a program, all branches of a choice and a loop's body once."""
     parts, name = {}, ""
     for line in (step.as_text() or "").splitlines():
         if line.endswith("{") and not line.startswith(" "):
             name = "ENTRY" if line.startswith("ENTRY") else line.split()[0]
         parts.setdefault(name, []).append(line)
 
-    def operations(name: str) -> Iterator[tuple[str, str]]:
+    def operations(name: str) -> Iterator[tuple[str, str, int]]:
+        sizes: dict[str, int] = {}
         for line in parts[name]:
             if found := _OPERATION.search(line):
-                kind = found[1]
+                made, shape, kind, given = found.groups()
+                sizes[made] = _bytes(shape)
                 if kind in ("call", "conditional", "while"):
                     for inner in _INNER.findall(line):
                         for each in re.findall(r"%[\w.\-]+", inner):
                             yield from operations(each)
-                yield kind, line
+                read = sum(sizes[each] for each in re.findall(r"%[\w.\-]+", given))
+                yield kind, line, read + sizes[made]
 
-    found = [(kind, line) for kind, line in operations("ENTRY") if kind not in _FREE]
-    return len(found), sum("cudnn$conv" in line for _, line in found)
+    found = [each for each in operations("ENTRY") if each[0] not in _FREE]
+    convolutions = sum("cudnn$conv" in line for _, line, _ in found)
+    return Kernels(len(found), convolutions, sum(moved for *_, moved in found))
+
+
+def _bytes(shape: str) -> int:
+    """Of an array, or of all arrays of a tuple; of truths a byte each."""
+    return sum(
+        max(int(bits or 8) // 8, 1) * math.prod(int(n) for n in sides.split(",") if n)
+        for _, bits, sides in _ARRAY.findall(shape)
+    )
 
 
 def steps(
@@ -122,7 +145,7 @@ def main() -> None:
     settings = step_cost.chosen(step_cost.main_settings(network), list(given.only))
     print(f"jax {jax.__version__}, for one {on.device_kind}")
     print(f"{given.model}, {networks.count(params):,} parameters")
-    print(f"{'':44}{'MB':>9}{'x adam':>8}{'kernels':>9}{'convolutions':>14}")
+    print(f"{'':44}{'MB':>9}{'x adam':>8}{'kernels':>9}{'convolved':>11}{'moved':>9}")
     rows: list[dict[str, Any]] = []
     for name in ("", *given.variants):
         with ExitStack() as stack:
@@ -133,14 +156,15 @@ def main() -> None:
             for setting in settings[1:] if name else settings:
                 label = f"{setting.name}, {name}" if name else setting.name
                 for kind, step in steps(setting, params, batch, on):
-                    held, (many, convolved) = timing.peak_bytes(step), kernels(step)
+                    held, done = timing.peak_bytes(step), kernels(step)
                     rows.append({"name": label, "kind": kind, "bytes": held})
-                    rows[-1] |= {"kernels": many, "convolutions": convolved}
+                    rows[-1] |= {"kernels": done.count, "moved": done.moved}
+                    rows[-1] |= {"convolutions": done.convolutions}
                     ratio = held / rows[0]["bytes"]
                     title = label if kind == "all" else f"{label}: {kind}"
                     print(
                         f"{title:44}{held / 1e6:9.2f}{ratio:8.3f}"
-                        f"{many:9}{convolved:14}",
+                        f"{done.count:9}{done.convolutions:11}{done.moved / 1e6:9.1f}",
                         flush=True,
                     )
     if given.json:

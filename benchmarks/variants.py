@@ -1,7 +1,7 @@
 """Steps with one part of them done otherwise, beside the steps as they are.
 
     python -m benchmarks.variants --device gpu --model resnet32
-    python -m benchmarks.variants --model cnn --only "meka fixed step" --without dual
+    python -m benchmarks.variants --model cnn --only "meka fixed step" --variants kept
 
 What docs/speed.md says of a part, by the part. All take turns in one process, as in
 `benchmarks.step_cost`, and are compared with Adam.
@@ -21,30 +21,8 @@ from unittest.mock import patch
 import jax
 
 from benchmarks import networks, step_cost
-from benchmarks.dual import all_dual
-from benchmarks.joined import all_joined
-from meka import transport, tree
-from meka.rewriting import Rewrite, rewritten
+from meka import tree
 from meka.training import Stepper
-
-
-def joined(stack: ExitStack) -> None:
-    """Sums of convolutions made as one: six for each of the network's, not nine."""
-    change_products(stack, all_joined)
-
-
-def dual(stack: ExitStack) -> None:
-    """Values and changes of convolutions made as one: three for each."""
-    change_products(stack, all_dual)
-
-
-def change_products(stack: ExitStack, rewrite: Rewrite) -> None:
-    """Products with the Hessian, with convolutions made otherwise."""
-
-    def along(function: Callable[..., Any], at: Any, by: Any) -> Any:
-        return rewritten(lambda p, d: jax.jvp(function, (p,), (d,)), rewrite)(at, by)
-
-    swap(stack, transport, "along", along)
 
 
 def kept(stack: ExitStack) -> None:
@@ -62,7 +40,7 @@ def swap(stack: ExitStack, place: Any, name: str, value: Callable[..., Any]) -> 
     stack.enter_context(patch.object(place, name, value))
 
 
-VARIANTS = {"joined": joined, "dual": dual, "kept": kept, "at once": at_once}
+VARIANTS = {"kept": kept, "at once": at_once}
 ONLY = ("meka fixed step", "meka PI (default)")
 
 
@@ -71,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "gpu"))
     parser.add_argument("--model", choices=networks.NETWORKS, default="mlp")
     parser.add_argument("--only", nargs="+", default=ONLY, help="settings, by name")
-    parser.add_argument("--without", nargs="+", default=(), choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args()
@@ -92,12 +70,10 @@ def main() -> None:
     adam, *chosen = step_cost.chosen(known, list(given.only))
     settings = [adam, *chosen]
     prepared = step_cost.prepare_all(settings, params, blocks, 1)
-    for name, change in VARIANTS.items():
-        if name in given.without:
-            continue
+    for name in given.variants:
         changed = [replace(each, name=f"{each.name}, {name}") for each in chosen]
         with ExitStack() as stack:
-            change(stack)
+            VARIANTS[name](stack)
             prepared += step_cost.prepare_all(changed, params, blocks, 1)
         settings += changed
     rows = step_cost.race(settings, prepared, 1, given.rounds)

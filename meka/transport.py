@@ -1,7 +1,7 @@
 """How the gradient changed along the last displacement, on the same examples."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,13 @@ Transport: TypeAlias = Callable[
 ]
 
 
-def along(function: Callable[[PyTree], Any], at: PyTree, by: PyTree) -> tuple[Any, Any]:
-    """What a function says somewhere, and how that changes along a direction."""
-    return jax.jvp(function, (at,), (by,))
-
-
 def hessian_at_current(
     loss: Loss, params: PyTree, previous: PyTree, displacement: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """B_t δ: the Hessian at the new parameters times the displacement (the paper)."""
     del previous
     both = jax.value_and_grad(loss, has_aux=True)
-    ((_, values), gradient), (_, change) = along(both, params, displacement)
+    ((_, values), gradient), (_, change) = jax.jvp(both, (params,), (displacement,))
     return values, gradient, change
 
 
@@ -36,7 +31,7 @@ def hessian_at_previous(
     """B_{t-1} δ on the same examples: the Hessian at the old parameters (App. C)."""
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     slope_of = jax.grad(lambda p: loss(p)[0])
-    _, change = along(slope_of, previous, displacement)
+    _, change = jax.jvp(slope_of, (previous,), (displacement,))
     return values, gradient, change
 
 
