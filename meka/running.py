@@ -145,7 +145,12 @@ class Run:
 
     @property
     def state(self) -> PyTree:
-        """The optimizer's state, as `init` returns it; a copy."""
+        """The optimizer's state, as `init` returns it; a copy.
+
+        Where the run keeps the last displacement instead of the previous parameters
+        (`hessian_at_current` in single precision), these are told from it, and another
+        run that goes on from here takes the same steps to rounding.
+        """
         return self._seen(1)
 
     def compiled(
